@@ -7,12 +7,17 @@ Guarantees:
 - memory is PSS, so that pages shared after a fork count once; RSS for all processes if PSS cannot be read.
 """
 
+import contextlib
 import errno
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from rookery.sandbox_runtime.processes import list_children
+
 _PROC = Path("/proc")
+_TICKS = os.sysconf("SC_CLK_TCK")
 _SCHED = 2  # CPUCLOCK_SCHED: the precise clock, where utime and stime of /proc are sampled by ticks
 
 
@@ -54,6 +59,16 @@ def _parent(entry: Path) -> int | None:
     # The name, in parentheses, may itself contain spaces and parentheses.
     state, parent = stat[stat.rindex(b")") + 1 :].split()[:2]
     return None if state in {b"Z", b"X"} else int(parent)
+
+
+def cpu_with_ended_children(pid: int) -> float:
+    """Return the CPU seconds of a process, its running children, and all descendants that have ended."""
+    fields = 0
+    for each in (pid, *list_children(pid)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # its parent has its time now
+            stat = (_PROC / str(each) / "stat").read_bytes()
+            fields += sum(int(field) for field in stat[stat.rindex(b")") + 1 :].split()[11:15])
+    return fields / _TICKS
 
 
 class CpuMeter:

@@ -41,6 +41,7 @@ from benchmarks.sandbox_workloads import ConcurrentSandboxes, SandboxWorkloads, 
 
 NAME = "sandbox"
 AT_ONCE = 8
+CPU_RUNS = 80
 BLOCK = 5
 OURS, EXEC_START = "ours", "ours, started by exec"
 HOST = "asyncio.create_subprocess_exec"
@@ -54,6 +55,7 @@ class Size(NamedTuple):
     idle: int
     docker_every: int
     seconds: float
+    cpu_rounds: int
     widths: tuple[int, ...]
     peer_widths: tuple[int, ...]
     alive: int
@@ -66,6 +68,7 @@ FULL = Size(
     idle=10,
     docker_every=3,
     seconds=4.0,
+    cpu_rounds=10,
     widths=(4, 8, 16, 32),
     peer_widths=(2, 8, 32),
     alive=1000,
@@ -77,6 +80,7 @@ QUICK = Size(
     idle=3,
     docker_every=5,
     seconds=1.5,
+    cpu_rounds=3,
     widths=(4, 8),
     peer_widths=(2, 8),
     alive=1000,
@@ -170,10 +174,12 @@ async def _live(
             docker_exec,
         ]
         timings = await measure_alternately(operations, size.rounds, workloads.wait_idle, progress)
-        idle = []
+        idle, floor = [], []
         for _ in range(size.idle):
             await asyncio.sleep(1.0)
             idle.append(await workloads.exec_ms(sandbox))
+            await asyncio.sleep(1.0)
+            floor.append(await spawn_ms(COMMAND))
     finally:
         await sandbox.close()
     note = f"`{' '.join(COMMAND)}`, {percentiles(timings[OURS].times)}"
@@ -185,7 +191,8 @@ async def _live(
             unit="x",
             ours=median(idle) / busy,
             target="<= 1.5",
-            note=f"a command after an idle second, {median(idle):.2f} ms, over one right after another",
+            note=f"a command after an idle second, {median(idle):.2f} ms, over one right after another; "
+            f"with {FLOOR} {median(floor) / median(timings[FLOOR].times):.2f}",
         ),
     ]
 
@@ -225,6 +232,7 @@ async def _rates(workloads: SandboxWorkloads, size: Size, progress: Progress) ->
     bwrap_rate = await _best_peer_rate(
         (*bwrap, python, *PYTHON[1:]) if python and not isinstance(bwrap, str) else None, size
     )
+    cpu = await _run_cpu_ms(workloads, python, size)
     progress("throughput: commands in live sandboxes")
     sandboxes = [await workloads.create() for _ in range(AT_ONCE)]
     try:
@@ -251,9 +259,30 @@ async def _rates(workloads: SandboxWorkloads, size: Size, progress: Progress) ->
     )
     return [
         *(_rate("runs_per_s", rates[best_width], peer, rate, why) for peer, rate, why in rates_of),
+        cpu,
         _rate("runs_exec_per_s", exec_rate, None, None, f"Python started by exec, {AT_ONCE} at a time"),
         _rate("execs_per_s", execs, HOST, host, f"{AT_ONCE} at a time, in as many sandboxes"),
     ]
+
+
+async def _run_cpu_ms(workloads: SandboxWorkloads, python: str | None, size: Size) -> Result:
+    """Measure the CPU time of a run, which other programs of the machine change less than its rate."""
+    runs: list[Callable[[], Awaitable[object]]] = [lambda: workloads.cold_start_ms(python_command(warm=True))]
+    if python:
+        runs.append(lambda: subprocess_ms((python, *PYTHON[1:])))
+    figures: list[list[float]] = [[] for _ in runs]
+    for _ in range(size.cpu_rounds):
+        for once, found in zip(runs, figures, strict=True):
+            before = workloads.cpu_ms()
+            for _ in range(CPU_RUNS // AT_ONCE):
+                await asyncio.gather(*(once() for _ in range(AT_ONCE)))
+            await workloads.wait_idle()
+            found.append((workloads.cpu_ms() - before) / CPU_RUNS)
+    ours, *theirs = map(median, figures)
+    note = f"{percentiles(figures[0])}; all processes together, {AT_ONCE} at a time"
+    return Result(
+        name="run_cpu_ms", unit="ms", ours=ours, peer=BARE, theirs=theirs[0] if theirs else None, note=note
+    )
 
 
 def _rate(name: str, ours: float, peer: str | None, theirs: float | None, note: str) -> Result:

@@ -8,6 +8,7 @@ Method:
 import asyncio
 import contextlib
 import os
+import resource
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.process_usage import cpu_with_ended_children
 from benchmarks.sandbox_peers import COMMAND, PYTHON
 from rookery.core import ExecResult, SandboxError, SandboxSpec, UsageError
 from rookery.sandbox_runtime import processes
@@ -90,6 +92,12 @@ class SandboxWorkloads:
             await sandbox.close()
         require_success(result)
         return 1e3 * took
+
+    def cpu_ms(self) -> float:
+        """Return the CPU milliseconds of this process, its ended children and the keepers with their sandboxes."""
+        keepers = sum(cpu_with_ended_children(pid) for pid in self.provider.keepers.pids)
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return 1e3 * (keepers + time.process_time() + children.ru_utime + children.ru_stime)
 
     async def wait_idle(self, seconds: float = 5.0) -> None:
         """Wait until the keepers have no other children than their prepared and open sandboxes."""

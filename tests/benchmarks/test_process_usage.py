@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.process_usage import CpuMeter, ProcessLostError, cpu_ns, memory_mb, process_tree
+from benchmarks.process_usage import (
+    CpuMeter,
+    ProcessLostError,
+    cpu_ns,
+    cpu_with_ended_children,
+    memory_mb,
+    process_tree,
+)
 
 WORKER = """
 import sys, time
@@ -53,6 +60,17 @@ def test_cpu_time_of_another_process_is_measured(worker: subprocess.Popen[str]) 
     assert 0.05 <= first < meter.used()
     meter.start()
     assert meter.used() < 0.05
+
+
+def test_cpu_time_includes_running_and_ended_children(worker: subprocess.Popen[str]) -> None:
+    before = cpu_with_ended_children(os.getpid())
+    burn(worker, 0.1)
+    running = cpu_with_ended_children(os.getpid())
+    worker.kill()
+    worker.wait()
+    ended = cpu_with_ended_children(os.getpid())
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    assert before + 0.1 - 4 * tick <= running <= ended + 4 * tick
 
 
 def test_new_process_counts_from_its_start() -> None:
