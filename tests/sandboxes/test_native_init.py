@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rookery.sandbox_runtime import guard_protocol, processes
 from rookery.sandbox_runtime.pid1.native_init import NativeInit
@@ -23,7 +24,7 @@ from rookery.sandboxes.channel import GuardChannel
 from rookery.sandboxes.conformance import CHECKS, Check
 from rookery.sandboxes.local import native_library
 from rookery.sandboxes.local.keeper_client import list_keeper_children
-from rookery.sandboxes.local.provider import LocalProvider
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from rookery.sandboxes.remote import bootstrap
 from tests.processes import send_signal
 from tests.sandboxes.hostile import warm_programs
@@ -83,6 +84,37 @@ async def test_command_that_python_has_to_start_continues_in_python(local: Local
         assert (after.exit_code, after.stdout) == (before.exit_code, before.stdout) == (0, b"0\n1\n2\n3\ninput")
         warm = Command(argv=("python3", "-c", "import sys; print(sys.argv)", "x"), warm=True)
         assert (await sandbox.exec(warm)).stdout == b"['-c', 'x']\n"
+    finally:
+        await sandbox.close()
+
+
+def private_kilobytes(sandbox: LocalSandbox) -> int:
+    """Return the memory that only pid 1 of a sandbox has: more than a megabyte if it runs Python code."""
+    assert sandbox._handle is not None
+    text = Path(f"/proc/{sandbox._handle.pid}/smaps_rollup").read_text()
+    return int(text.partition("Private_Dirty:")[2].split()[0])
+
+
+@needs_library
+async def test_pid_1_stays_in_the_library_with_a_snapshot_or_a_model_network(local: LocalProvider) -> None:
+    sandbox = await local.create(replace(SPEC, network="model"), attempt="test")
+    try:
+        await sandbox.write("file", b"content")
+        assert (await sandbox.exec(Command(argv=("cat", "file")))).stdout == b"content"
+        again = await sandbox.fork(await sandbox.snapshot())
+        try:
+            assert await again.read("file") == b"content"
+            process = await again.start(Command(argv=("sleep", "600")))
+            await again.kill_all()
+            assert (await process.wait(timeout=60)).signal == signal.SIGKILL
+            owners = await again.exec(Command(argv=("stat", "-c", "%a:%U", "/tmp", "/work")))
+            assert owners.stdout == b"1777:root\n755:user\n"
+            await again.kill_all()
+            assert max(private_kilobytes(sandbox), private_kilobytes(again)) < 600
+            missing = await again.exec(Command(argv=("no-such-program",)))
+            assert (missing.exit_code, private_kilobytes(again) > 600) == (127, True)
+        finally:
+            await again.close()
     finally:
         await sandbox.close()
 

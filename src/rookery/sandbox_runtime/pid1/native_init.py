@@ -22,7 +22,9 @@ limits, while it serves the owner, or in a fork that becomes a Python command.""
 KEEPER_FD = 3
 ZYGOTE_NAME = "zygote"
 """Name of the zygote's process, as `ps` shows it."""
-_MESSAGE = struct.Struct("<c3xIQ")
+_MESSAGE = struct.Struct("<cxHIQ")
+_MAX_LAYERS_BYTES = 3500
+"""The library mounts an overlay with one string of options, which has to fit into a memory page."""
 _FORK_REQUEST, _FORK_ANSWER = struct.Struct("<QII"), struct.Struct("<i")
 
 
@@ -206,14 +208,17 @@ class NativeInit:
         return strings[: self.state.argc], strings[self.state.argc :]
 
 
-def encode_mount_plan(plan: root_filesystem.MountPlan) -> bytes:
-    """Return the message for a sandbox that has no files of its own."""
-    return _MESSAGE.pack(b"M", plan.uid, plan.size)
+def encode_mount_plan(plan: root_filesystem.MountPlan) -> bytes | None:
+    """Return the message for a sandbox without an image; None if only Python can mount its file system."""
+    layers = "".join(f"../{path}:" for path in plan.snapshots).encode()
+    if plan.mounts or plan.host_resolver or len(layers) > _MAX_LAYERS_BYTES:
+        return None
+    return _MESSAGE.pack(b"M", 0, plan.uid, plan.size) + layers
 
 
-def encode_limits(uid: int, disk: int) -> bytes:
+def encode_limits(uid: int, disk: int, port: int) -> bytes:
     """Return the message for a sandbox whose other limits are enforced by its cgroup."""
-    return _MESSAGE.pack(b"L", uid, disk)
+    return _MESSAGE.pack(b"L", port, uid, disk)
 
 
 def _build_array(pairs: list[tuple[str, str]]) -> "ctypes.Array[ctypes.c_char_p]":

@@ -310,6 +310,26 @@ static int kill_command(int at, int reason) {
     return report_end(command, reason, result, &own, pid < 0 ? 0 : 1);
 }
 
+/* Kill all processes of the sandbox and report their commands, then the request. As `Init.kill_everything`.
+ * Return 0 if Python has to do it. */
+static int kill_everything(uint32_t number) {
+    struct pollfd ended = {signals, POLLIN, 0};
+    double end = read_clock(CLOCK_MONOTONIC) + 2 * KILL_SECONDS;
+    if (getpid() != 1)
+        return 0;
+    for (int round = 0; !state.childless; round++) {
+        kill(-1, SIGKILL);
+        if (round == 0)
+            poll(&ended, 1, 50);
+        else
+            nanosleep(&(struct timespec){0, 1000000}, NULL); /* see kill_command */
+        if (!reap() || read_clock(CLOCK_MONOTONIC) > end)
+            return 0;
+    }
+    struct Report report = {.kind = ALL_KILLED, .number = number};
+    return send(state.channel, &report, sizeof report, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 || errno != EAGAIN;
+}
+
 /* Return the command with a number, or -1. */
 static int find_command(uint32_t number) {
     for (int at = 0; at < state.command_count; at++)
@@ -326,6 +346,8 @@ static int handle_request(const struct Shared *shared) {
     memcpy(&request, state.message, sizeof request);
     if (request.op == SPAWN)
         return start_command(shared);
+    if (request.op == KILL_ALL && request.user < 0 && !state.fd_count)
+        return kill_everything(request.number);
     if (request.op != KILL || state.fd_count)
         return 0;
     int at = find_command(request.number); /* it may have ended meanwhile */

@@ -30,9 +30,9 @@ ssize_t receive(int fd) {
     return size;
 }
 
-/* Send a message with at most two file descriptors. */
+/* Send a message with at most three file descriptors. */
 ssize_t send_with_fds(int socket, const void *data, size_t size, const int *fds, size_t count) {
-    _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(int) * 2)] = {0};
+    _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(int) * 3)] = {0};
     struct iovec part = {(void *)data, size};
     struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1};
     if (count) {

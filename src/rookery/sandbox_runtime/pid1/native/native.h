@@ -23,6 +23,7 @@
 #include <linux/filter.h>
 #include <linux/sched.h>
 #include <linux/seccomp.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -47,6 +48,7 @@
 #define MAX_FDS 20
 #define MAX_COMMANDS 16
 #define MAX_STRINGS 4096
+#define MAX_MOUNT_OPTIONS 4000 /* as in root_filesystem.py */
 #define START_ERRORS 1024 /* as in init.py */
 #define KEEPER_FD 3
 #define PID1_UID 65535
@@ -58,8 +60,8 @@
 enum { AT_MOUNT = 1, AT_CONFIGURE, AT_SERVE, IN_COMMAND };
 
 /* Constants of guard_protocol.py. */
-enum { SPAWN = 1, KILL = 2 };
-enum { ENDED = 1 };
+enum { SPAWN = 1, KILL = 2, KILL_ALL = 5 };
+enum { ENDED = 1, ALL_KILLED = 3 };
 enum { EXITED = 0, TIME_LIMIT = 1, KILLED = 3, NO_DIRECTORY = 5 };
 enum { FLAG_WARM = 2 };
 
@@ -88,9 +90,10 @@ struct __attribute__((packed)) Report {
  * `in_cgroup`), and `tasks` files of v1 cgroups. */
 struct ForkRequest { uint64_t flags; uint32_t uid, in_cgroup; };
 
-/* Messages of the keeper to a sandbox, for sandboxes without files, network or limits of their own. Others get JSON. */
-struct MountMessage { char kind; uint8_t unused[3]; uint32_t uid; uint64_t size; };
-struct LimitsMessage { char kind; uint8_t unused[3]; uint32_t uid; uint64_t disk; };
+/* Messages of the keeper to a sandbox without an image, mounts or the host's network. Others get JSON. The lower layers
+ * of its overlay, with a colon after each, follow the first message. `port` is the loopback port of its owner, or 0. */
+struct MountMessage { char kind; uint8_t unused; uint16_t port; uint32_t uid; uint64_t size; };
+struct LimitsMessage { char kind; uint8_t unused; uint16_t port; uint32_t uid; uint64_t disk; };
 enum { MOUNT_MESSAGE = 'M', LIMITS_MESSAGE = 'L' };
 
 struct Command {

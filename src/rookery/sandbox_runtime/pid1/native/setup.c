@@ -38,9 +38,10 @@ static void make_directory(const char *name, mode_t mode, uint32_t owner) {
         check(chown(name, owner, owner), name);
 }
 
-/* As `root_filesystem.enter` for a sandbox without an image. All relative paths are below the keeper's directory. */
-static void mount_root(const struct Shared *shared, uint32_t uid, uint64_t size) {
-    char text[512];
+/* As `root_filesystem.enter` for a sandbox without an image. All relative paths are below the keeper's directory.
+ * `snapshots` are the lower layers of the overlay before the skeleton; see `MountMessage`. */
+static void mount_root(const struct Shared *shared, uint32_t uid, uint64_t size, const char *snapshots) {
+    char text[MAX_MOUNT_OPTIONS];
     int parts[32], count = 0;
     uint64_t inodes = size / 2048 > 1024 ? size / 2048 : 1024;
     snprintf(text, sizeof text, "size=%" PRIu64 ",nr_inodes=%" PRIu64 ",mode=755", size, inodes);
@@ -50,14 +51,20 @@ static void mount_root(const struct Shared *shared, uint32_t uid, uint64_t size)
     check(chdir(shared->mount_point), "chdir");
     make_directory("shm", 01777, 0);
     make_directory("upper", 0755, 0);
-    make_directory("upper/work", 0755, uid);
-    make_directory("upper/tmp", 01777, 0);
-    make_directory("upper/var", 0755, 0);
-    make_directory("upper/var/tmp", 01777, 0);
-    make_directory("upper/run", 0755, uid);
+    if (!*snapshots) {
+        make_directory("upper/work", 0755, uid);
+        make_directory("upper/tmp", 01777, 0);
+        make_directory("upper/var", 0755, 0);
+        make_directory("upper/var/tmp", 01777, 0);
+        make_directory("upper/run", 0755, uid);
+    }
     make_directory("under", 0755, 0);
     make_directory("root", 0755, 0);
-    snprintf(text, sizeof text, "lowerdir=../%s,upperdir=upper,workdir=under,userxattr", shared->skeleton);
+    const char *options = "lowerdir=%s../%s,upperdir=upper,workdir=under,userxattr";
+    if ((size_t)snprintf(text, sizeof text, options, snapshots, shared->skeleton) >= sizeof text) {
+        errno = E2BIG;
+        fail("too many layers");
+    }
     check(mount("overlay", "root", "overlay", NOSUID_NODEV, text), "mount overlay");
     state.layer = open("upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     check(state.layer, "open upper");
@@ -77,7 +84,8 @@ static void mount_root(const struct Shared *shared, uint32_t uid, uint64_t size)
     check(syscall(SYS_pivot_root, ".", "."), "pivot_root");
     int at = 0;
     for (const char *const *pair = shared->trees; *pair; pair += 2, at++)
-        check(syscall(SYS_move_mount, parts[at], "", AT_FDCWD, pair[1], 4 /* EMPTY_PATH */), pair[1]);
+        if (syscall(SYS_move_mount, parts[at], "", AT_FDCWD, pair[1], 4 /* EMPTY_PATH */) < 0 && !*snapshots)
+            fail(pair[1]); /* with a snapshot, a program may have removed the mount point before */
     check(mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, shared->devpts_options), "mount devpts");
     /* Read-only: a program that could write `oom_score_adj` could make the kernel kill pid 1 in its place. */
     check(mount("proc", "/proc", "proc", NOSUID_NODEV | MS_NOEXEC | MS_RDONLY, NULL), "mount proc");
@@ -130,13 +138,26 @@ static void configure(const struct Shared *shared, uint32_t uid, uint64_t disk) 
     check(prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "prctl"); /* the change of user had cleared it */
 }
 
-/* Tell the keeper that the sandbox is ready, and give it descriptors of the writable layer and the root. */
-static void send_ready(void) {
-    int fds[2] = {state.layer, open("/", O_PATH | O_DIRECTORY | O_CLOEXEC)};
+/* As `local_init._bind_loopback`: bind a port for the owner, so that no program in the sandbox can take it. */
+static int bind_loopback(uint16_t port) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(port)};
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    check(fd, "socket");
+    check(bind(fd, (struct sockaddr *)&address, sizeof address), "bind");
+    return fd;
+}
+
+/* Tell the keeper that the sandbox is ready, and give it descriptors of the writable layer, the root and, unless it is
+ * -1, the socket for the owner. */
+static void send_ready(int owner_socket) {
+    int fds[3] = {state.layer, open("/", O_PATH | O_DIRECTORY | O_CLOEXEC), owner_socket};
+    const char *text = owner_socket < 0 ? "ready layer root" : "ready layer root listener";
+    int count = owner_socket < 0 ? 2 : 3;
     check(fds[1], "open /");
-    check(send_with_fds(sync_fd, "ready layer root", 16, fds, 2), "sendmsg");
-    close(fds[0]);
-    close(fds[1]);
+    check(send_with_fds(sync_fd, text, strlen(text), fds, (size_t)count), "sendmsg");
+    for (int at = 0; at < count; at++)
+        close(fds[at]);
     close(sync_fd);
     state.layer = -1;
 }
@@ -158,16 +179,17 @@ int set_up(const struct Shared *shared, const int *task_fds, int task_count) {
     check(state.oom_score_fd, "open oom_score_adj");
     if (receive(sync_fd) <= 0)
         _exit(0);
-    if (state.message[0] != MOUNT_MESSAGE || state.message_size != sizeof plan || state.fd_count)
+    if (state.message[0] != MOUNT_MESSAGE || state.message_size < (int)sizeof plan || state.fd_count)
         return AT_MOUNT;
     memcpy(&plan, state.message, sizeof plan);
+    state.message[state.message_size] = 0; /* `message` is larger than a message */
     check(setresgid(0, 0, 0), "setresgid");
     check(setresuid(0, 0, 0), "setresuid");
     if (setgroups(0, NULL) < 0 && errno != EPERM)
         fail("setgroups");
     check(unshare(CLONE_NEWCGROUP), "unshare"); /* the cgroups that we have joined become the root inside */
     umask(022);
-    mount_root(shared, plan.uid, plan.size);
+    mount_root(shared, plan.uid, plan.size, state.message + sizeof plan);
     check(sethostname("sandbox", 7), "sethostname");
     state.disk = plan.size;
     state.plan_uid = plan.uid;
@@ -180,10 +202,11 @@ int set_up(const struct Shared *shared, const int *task_fds, int task_count) {
     state.channel = state.fds[0];
     state.fd_count = 0;
     check(fcntl(state.channel, F_SETFL, O_RDWR | O_NONBLOCK), "fcntl");
+    int owner_socket = limits.port ? bind_loopback(limits.port) : -1;
     configure(shared, limits.uid, limits.disk);
     ssize_t size = pread(state.oom_score_fd, state.oom_score, sizeof state.oom_score - 1, 0);
     check(size, "read oom_score_adj");
     state.oom_score[size] = 0;
-    send_ready();
+    send_ready(owner_socket);
     return 0;
 }

@@ -263,8 +263,8 @@ class SandboxForker:
             self.store.leave(sandbox.lineage)
             sandbox.lineage = lineage
         self.map_ids(sandbox.pid, sandbox.lineage.id_slot, plan.uid)
-        if sandbox.native and image is None and not (plan.snapshots or plan.mounts or plan.host_resolver):
-            send_message(sandbox.sync, native_init.encode_mount_plan(plan))
+        if sandbox.native and image is None and (encoded := native_init.encode_mount_plan(plan)) is not None:
+            send_message(sandbox.sync, encoded)
             return
         sandbox.native = False  # its PID 1 leaves the library
         message = {
@@ -334,10 +334,9 @@ class SandboxForker:
                 "memory_per_process": request["memory"] if cgroups.MEMORY in missing else 0,
                 "pids_per_user": request["pids"] if cgroups.PIDS in missing else 0,
             }
-            plain = not (message["listen"] or message["host_network"] or missing)
             data = (
-                native_init.encode_limits(request["uid"], request["disk"])
-                if sandbox.native and plain
+                native_init.encode_limits(request["uid"], request["disk"], message["listen"])
+                if sandbox.native and not (message["host_network"] or missing)
                 else dumps(message)
             )
             send_message(sandbox.sync, data, [theirs.fileno()])
