@@ -38,6 +38,7 @@ def test_general_packages_name_no_sandbox_provider_and_no_kind_of_upstream() -> 
     own = {"cli/demo.py", "cli/serve_embedded.py", "cli/train.py", "cli/validate.py"}
     own |= {
         "gateway/chat_renderers/embedded_renderer.py",
+        "gateway/tunnel_process.py",
         "gateway/tunnels.py",
         "gateway/media.py",
     }  # ssh, and a domain
