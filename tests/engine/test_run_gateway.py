@@ -124,8 +124,9 @@ async def test_program_survives_a_killed_gateway_shard(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_pause_also_holds_calls_at_the_gateway(tmp_path: Path) -> None:
-    async with standin("vllm") as server, build_engine(server, tmp_path) as engine:
-        taking = asyncio.create_task(collect_groups(engine, tasks(3, 6)))
+    long_replies = Sampling(max_tokens=200, extra={"ignore_eos": True})  # so that no check misses a running call
+    async with standin("vllm") as server, build_engine(server, tmp_path, sampling=long_replies) as engine:
+        taking = asyncio.create_task(collect_groups(engine, tasks(3, 4)))
         async with asyncio.timeout(60):
             while not (await server.running())[0]:
                 await asyncio.sleep(0.002)

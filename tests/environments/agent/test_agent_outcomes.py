@@ -50,48 +50,6 @@ while True:
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("code", "reward"), [(3, 1.0), (0, 1.0)])
-async def test_agent_is_scored_whatever_its_exit_code(code: int, reward: float, tmp_path: Path) -> None:
-    text = f"ask(messages)\nprint(42)\nsys.exit({code})"
-    env = AgentEnvironment("program", script=write_program(tmp_path, text))
-    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
-        (rollout,) = await run_rollouts(engine, [ROW])
-    assert label(rollout.outcome) == "completed", rollout.outcome
-    assert rollout.reward == reward
-    assert rollout.info["agents"][0]["exit_code"] == code
-    assert rollout.metrics["agent/exited_zero"] == float(code == 0)
-    assert len(rollout.attempts) == 1
-
-
-@pytest.mark.long
-async def test_agent_is_killed_at_its_deadline_and_scored(tmp_path: Path) -> None:
-    text = "ask(messages)\nprint(42, flush=True)\nwhile True: time.sleep(60)"
-    env = AgentEnvironment("program", script=write_program(tmp_path, text), timeout=1.5)
-    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
-        (rollout,) = await run_rollouts(engine, [ROW])
-    assert label(rollout.outcome) == "truncated.time", rollout.outcome
-    assert (rollout.reward, rollout.usage.turns) == (1.0, 1)
-    assert rollout.info["agents"][0]["reason"] == "deadline"
-    assert sum(segment.trained for segment in rollout.segments) == 3
-
-
-@pytest.mark.long
-async def test_deadline_during_a_hung_model_call_is_infra(tmp_path: Path) -> None:
-    env = AgentEnvironment("program", script=write_program(tmp_path, "ask(messages)"), timeout=3.0)
-    never_set = asyncio.Event()
-    retry = RetryPolicy(attempts=1)
-    async with (
-        ModelServer(Answer("late", hold=never_set)) as server,
-        scripted_engine(server, env, tmp_path, limits=Limits(run=60.0), retry=retry, breaker=None) as engine,
-    ):
-        (rollout,) = await run_rollouts(engine, [ROW])
-    assert label(rollout.outcome) == "upstream.hung", rollout.outcome
-    assert rollout.reward is None
-    (seen,) = rollout.attempts[0].evidence["upstream"]
-    assert (seen["verdict"], seen["report"]["health"]) == ("hung", "ok")
-
-
 class StartsClockAtMarker(AgentEnvironment):
     """Stops the clock of the run stage until the agent has created the file /tmp/marker in its sandbox."""
 
@@ -112,6 +70,49 @@ class StartsClockAtMarker(AgentEnvironment):
         while not (await sandbox.exec(Command(argv=("test", "-e", "/tmp/marker")))).ok:
             pass
         stopped.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("code", "reward"), [(3, 1.0), (0, 1.0)])
+async def test_agent_is_scored_whatever_its_exit_code(code: int, reward: float, tmp_path: Path) -> None:
+    text = f"ask(messages)\nprint(42)\nsys.exit({code})"
+    env = AgentEnvironment("program", script=write_program(tmp_path, text))
+    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert label(rollout.outcome) == "completed", rollout.outcome
+    assert rollout.reward == reward
+    assert rollout.info["agents"][0]["exit_code"] == code
+    assert rollout.metrics["agent/exited_zero"] == float(code == 0)
+    assert len(rollout.attempts) == 1
+
+
+@pytest.mark.long
+async def test_agent_is_killed_at_its_deadline_and_scored(tmp_path: Path) -> None:
+    text = "ask(messages)\nprint(42, flush=True)\nopen('/tmp/marker', 'w').close()\nwhile True: time.sleep(60)"
+    env = StartsClockAtMarker("program", script=write_program(tmp_path, text), timeout=1.5)
+    async with ModelServer(scripted_model("ok")) as server, scripted_engine(server, env, tmp_path) as engine:
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert label(rollout.outcome) == "truncated.time", rollout.outcome
+    assert (rollout.reward, rollout.usage.turns) == (1.0, 1)
+    assert rollout.info["agents"][0]["reason"] == "deadline"
+    assert sum(segment.trained for segment in rollout.segments) == 3
+
+
+@pytest.mark.long
+async def test_deadline_during_a_hung_model_call_is_infra(tmp_path: Path) -> None:
+    text = "open('/tmp/marker', 'w').close()\nask(messages)"
+    env = StartsClockAtMarker("program", script=write_program(tmp_path, text), timeout=10.0)
+    never_set = asyncio.Event()
+    retry = RetryPolicy(attempts=1)
+    async with (
+        ModelServer(Answer("late", hold=never_set)) as server,
+        scripted_engine(server, env, tmp_path, limits=Limits(run=60.0), retry=retry, breaker=None) as engine,
+    ):
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert label(rollout.outcome) == "upstream.hung", rollout.outcome
+    assert rollout.reward is None
+    (seen,) = rollout.attempts[0].evidence["upstream"]
+    assert (seen["verdict"], seen["report"]["health"]) == ("hung", "ok")
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from rookery.core import SandboxError
 from rookery.sandboxes import transfers
-from rookery.sandboxes.docker.client import EngineClient, api_path
+from rookery.sandboxes.docker.client import EngineAPIError, EngineClient, api_path
 
 REPOSITORY = "rookery-snapshot"
 MAX_SNAPSHOTS = 64
@@ -30,6 +30,7 @@ _IGNORED = ("/.rookery", "/dev", "/proc", "/sys", "/etc/hosts", "/etc/hostname",
 """Paths that the container engine or Rookery mounts or writes; a diff ignores them."""
 _MODIFIED, _ADDED, _DELETED = 0, 1, 2
 _UNPAUSE_SECONDS = 30.0
+_PAUSE_RETRY_DELAYS = (0.1, 0.5, 2.0)
 
 
 class ChangedPath(NamedTuple):
@@ -105,12 +106,29 @@ class ForkTree:
 async def paused(engine: EngineClient, container: str) -> AsyncIterator[None]:
     """Freeze the processes of a container for the duration of the block."""
     try:
-        await engine.call("POST", api_path("containers", container, "pause"))
+        await _pause(engine, container)
         yield
     finally:
         path = api_path("containers", container, "unpause")
         unpause = engine.call("POST", path, ok=(404, 409, 500), timeout=_UNPAUSE_SECONDS)
         await asyncio.shield(asyncio.ensure_future(unpause))
+
+
+async def _pause(engine: EngineClient, container: str) -> None:
+    """Freeze the processes of a container. Try again if the container engine cannot freeze them."""
+    # While the machine is busy, runc can take a few milliseconds too long to see all processes frozen. It then
+    # thaws them and fails.
+    path = api_path("containers", container, "pause")
+    for delay in _PAUSE_RETRY_DELAYS:
+        try:
+            await engine.call("POST", path)
+        except EngineAPIError as error:
+            if error.status != 500:
+                raise
+            await asyncio.sleep(delay)
+        else:
+            return
+    await engine.call("POST", path)
 
 
 class ChangeReader:
