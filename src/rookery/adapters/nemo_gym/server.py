@@ -30,6 +30,15 @@ rookery:
     rookery:
       host: {host}
       port: {port}
+# NeMo Gym 0.7 reaches an agent through an environment server. That is the same server.
+rookery_environment_server:
+  environment_servers:
+    rookery:
+      host: {host}
+      port: {port}
+      agent_server:
+        type: responses_api_agents
+        name: rookery
 """
 
 
