@@ -69,7 +69,7 @@ TRAINERS: Final[dict[str, Trainer]] = {
         sources=("verifiers==0.4.0",),
         wheels=("openai", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"),
     ),
-    "tinker": Trainer(requirements=("tinker==0.36.0",), check="import tinker", tests=("tests/adapters/tinker",)),
+    "tinker": Trainer(requirements=("tinker==0.38.0",), check="import tinker", tests=("tests/adapters/tinker",)),
     # Their declared dependencies need a GPU (vLLM, flash-attn). These are the packages that their code for
     # rollouts imports. skyrl declares Python 3.12, but runs on 3.11 with the TypedDict of typing_extensions.
     "openrlhf": Trainer(
@@ -93,6 +93,7 @@ TRAINERS: Final[dict[str, Trainer]] = {
         requirements=(
             *(
                 "ray==2.60.0",
+                "anthropic==0.109.2",
                 "openai==2.44.0",
                 "mcp>=1.28.1,<2",
                 "fastapi",

@@ -104,7 +104,7 @@ async def test_other_versions_are_reported_with_the_range(
     assert [record.args for record in caplog.records] == [
         ("x", "999.1", "1.0", "1.1"),
         ("x", "999.1", "1.0", "1.1"),
-        ("tinker", "999.1", "0.36", "0.37"),
+        ("tinker", "999.1", "0.36", "0.39"),
         ("nemo-gym", "999.1", "0.7", "0.8"),
         ("verifiers", "999.1", "0.4", "0.5"),
     ]

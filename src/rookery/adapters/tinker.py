@@ -33,7 +33,7 @@ from rookery.upstreams.token_function import TokenCall, TokenResult, serve_funct
 if TYPE_CHECKING:
     from rookery.engine import Engine
 
-TESTED: Final = ("tinker", "0.36", "0.37")
+TESTED: Final = ("tinker", "0.36", "0.39")
 LOSSES: Final = frozenset({"importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"})
 """Loss functions of Tinker that use advantages and the log probabilities of the sampler."""
 
