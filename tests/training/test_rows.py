@@ -12,6 +12,7 @@ from rookery.training import BatchConfig, make_batch
 from rookery.training.advantages import compute_advantages
 from rookery.training.rows import (
     Row,
+    clip_rows,
     count_left_out_tokens,
     describe_row,
     fill_row,
@@ -45,6 +46,21 @@ def test_rows_hold_the_trained_tokens_of_the_batch_once(groups: list[Group], con
             assert row.record.segments == []
         if not part[0].valid:
             assert [len(row) for row in part] == [0]
+
+
+@given(groups=many_groups(), length=st.integers(1, 6))
+@settings(max_examples=30)
+def test_clipped_rows_keep_their_first_tokens(groups: list[Group], length: int) -> None:
+    rows = make_rows(groups)
+    assert clip_rows(rows, None) == rows
+    for row, clipped in zip(rows, clip_rows(rows, length), strict=True):
+        assert len(clipped) == min(len(row), length)
+        for name in ("tokens", "mask", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(clipped, name), getattr(row, name)[:length])
+        assert (clipped.reward, clipped.advantage) == (row.reward, row.advantage)
+        assert {name: len(extra) for name, extra in clipped.extras.items()} == dict.fromkeys(
+            row.extras, len(clipped)
+        )
 
 
 @given(groups=many_groups())

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rookery.core import Group, Limits, Rollout, Sampling, Turn, UsageError
+from rookery.core import Group, Limits, Rollout, Sampling, Truncated, Turn, UsageError
 from rookery.journal import TokenReader, load_turns
 from rookery.training.rows import Row, keep_one_row, split_by_rollout
 
@@ -198,8 +198,9 @@ class RolloutChecks:
 
     def _check_tokens(self, rollout: Rollout) -> None:
         context = self.settings.context
+        exceeded = rollout.outcome == Truncated("context")  # its last reply may be too long; see `clip_rows`
         for segment in rollout.segments:
-            if context is not None and len(segment) > context:
+            if context is not None and len(segment) > context and not exceeded:
                 raise UsageError(
                     f"rollout {rollout.id} has a sequence of {len(segment)} tokens, but {self.trainer} takes up "
                     f"to {context}: set limits.context to {context}, or raise the maximum length in the trainer"

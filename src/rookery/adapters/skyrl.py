@@ -29,6 +29,7 @@ from rookery.core import Group, UsageError
 from rookery.environments import Environment
 from rookery.training.rows import (
     Row,
+    clip_rows,
     count_left_out_tokens,
     fill_row,
     make_rows,
@@ -108,7 +109,7 @@ class RookeryGenerator:
                     pending.append(tasks.create_task(self.rollouts.run(task, len(members))))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
-        rows = make_rows([one.result() for one in pending])
+        rows = clip_rows(make_rows([one.result() for one in pending]), self._settings.context)
         return self._make_output(rows, ids)
 
     def _make_output(self, rows: list[Row], ids: Sequence[Any] | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ The adapters in `rookery.adapters` convert these rows to the samples of their tr
 Trainers differ in what they can express. These functions adapt a list of rows:
 
 - `keep_one_row`: for trainers that take one sequence per rollout.
+- `clip_rows`: for trainers with a maximum sequence length.
 - `fill_row`: for trainers that need a sequence for every member of a group. It adds two tokens that do not train.
 - `shape_rewards`: for trainers that compute `reward - mean of the group` themselves.
 - `mask_incomplete_groups`: for trainers whose baseline counts every member whatever its mask.
@@ -210,6 +211,26 @@ def count_left_out_tokens(rows: Sequence[Row], kept: Iterable[Row]) -> int:
     return sum(row.trained for row in rows) - sum(row.trained for row in kept)
 
 
+def clip_rows(rows: Iterable[Row], length: int | None) -> list[Row]:
+    """Return the rows without the tokens after the first `length` ones; None keeps all tokens.
+
+    The last reply of a rollout with the outcome `Truncated("context")` may be too long, if the inference engine
+    renders prompts, because the length of a prompt is not known before the reply.
+    """
+    return [row if length is None or len(row) <= length else _keep_tokens(row, slice(0, length)) for row in rows]
+
+
+def _keep_tokens(row: Row, kept: slice) -> Row:
+    return msgspec.structs.replace(
+        row,
+        tokens=row.tokens[kept],
+        mask=row.mask[kept],
+        logprobs=row.logprobs[kept],
+        versions=row.versions[kept],
+        extras={name: extra[kept] for name, extra in row.extras.items()},
+    )
+
+
 def fill_row(row: Row, token: int) -> Row:
     """Return the row, or for a row without tokens one of two tokens that do not train.
 
@@ -247,18 +268,8 @@ def mask_incomplete_groups(rows: Iterable[Row]) -> list[Row]:
 
 
 def _make_missing(row: Row, reason: str) -> Row:
-    empty = slice(0, 0)
     return msgspec.structs.replace(
-        row,
-        segment=-1,
-        tokens=row.tokens[empty],
-        mask=row.mask[empty],
-        logprobs=row.logprobs[empty],
-        versions=row.versions[empty],
-        extras={name: extra[empty] for name, extra in row.extras.items()},
-        reward=None,
-        advantage=0.0,
-        left_out=reason,
+        _keep_tokens(row, slice(0, 0)), segment=-1, reward=None, advantage=0.0, left_out=reason
     )
 
 

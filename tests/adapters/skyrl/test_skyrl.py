@@ -145,6 +145,18 @@ async def test_output_is_valid_in_order_and_has_the_tokens_of_the_journal(missin
     assert metrics.get("rookery/masked_rows", 0.0) == (2.0 if missing == "mask" else 0.0)
 
 
+async def test_sequences_are_clipped_to_skyrls_maximum(tmp_path: Path) -> None:
+    """The inference engine renders prompts, so the last reply may exceed the context length."""
+    config = make_config(**{"trainer.max_prompt_length": 10})
+    async with generating(tmp_path, [make_task("long", [1.0, 0.0])], config=config) as generator:
+        output = await generator.generate(make_batch(generator, 2))
+    validate(2, output)
+    sequences = zip(output["prompt_token_ids"], output["response_ids"], strict=True)
+    assert [len(prompt) + len(response) for prompt, response in sequences] == [15, 15]
+    assert output["stop_reasons"] == ["length", "length"]
+    assert all(any(mask) for mask in output["loss_masks"])
+
+
 async def test_the_gradient_of_a_group_with_a_failed_member_is_that_of_the_group_without_it(
     tmp_path: Path,
 ) -> None:

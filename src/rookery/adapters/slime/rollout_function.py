@@ -9,9 +9,10 @@ from rookery.adapters.compatibility import TrainerSettings
 from rookery.adapters.slime.samples import make_sample
 from rookery.adapters.task_rows import TASK_KEY
 from rookery.adapters.trainer_engine import TRAINING, ThreadedTrainerEngine
-from rookery.core import Group, Task, UsageError
+from rookery.core import Task, UsageError
+from rookery.training.advantages import Scale
 from rookery.training.config import BatchConfig
-from rookery.training.rows import make_rows, split_by_rollout, summarize_rows
+from rookery.training.rows import Row, clip_rows, make_rows, split_by_rollout, summarize_rows
 from rookery.upstreams.protocol import UpstreamConfig
 
 TESTED: Final = ("slime", "0.3.0", "0.4")
@@ -99,12 +100,11 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 
     rollouts = get_rollouts(args)
-    rules = BatchConfig(scale="std" if getattr(args, "grpo_std_normalization", False) else "none", extras=())
     if evaluation:
         k = getattr(args, "n_samples_per_eval_prompt", None) or 1
         names = _read_settings(args).get("eval_tasks") or [task.id for task in rollouts.tasks]
         tasks = [rollouts.find_task(None, name) for name in names]
-        rows = make_rows(_run(args, rollout_id, [(task, k) for task in tasks], EVALUATION), rules)
+        rows = _run(args, rollout_id, [(task, k) for task in tasks], EVALUATION)
         samples = [make_sample(row, None) for part in split_by_rollout(rows) if (row := part[-1]).valid]
         data = {
             "rewards": [sample.reward for sample in samples],
@@ -116,19 +116,16 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     requests = [
         (rollouts.find_task(one[0].prompt, (one[0].metadata or {}).get(TASK_KEY)), len(one)) for one in asked
     ]
-    rows = make_rows(_run(args, rollout_id, requests, TRAINING), rules)
+    rows = _run(args, rollout_id, requests, TRAINING)
     by_rollout = iter(split_by_rollout(rows))
     made = [[make_sample(row, member) for member in one for row in next(by_rollout)] for one in asked]
     return RolloutFnTrainOutput(samples=made, metrics=summarize_rows(rows))
 
 
-def _run(args: Any, rollout_id: int, requests: list[tuple[Task, int]], purpose: str) -> list[Group]:
-    rollouts = get_rollouts(args)
+def _run(args: Any, rollout_id: int, requests: list[tuple[Task, int]], purpose: str) -> list[Row]:
+    rollouts, settings = get_rollouts(args), _get_trainer_settings(args, purpose)
     # The salt is the number of the first step, so that a resumed training does not repeat the seeds.
-    rollouts.open(
-        _get_trainer_settings(args, purpose),
-        purpose=purpose,
-        seed=getattr(args, "rollout_seed", 0),
-        salt=(rollout_id,),
-    )
-    return rollouts.run_groups(requests, purpose=purpose)
+    rollouts.open(settings, purpose=purpose, seed=getattr(args, "rollout_seed", 0), salt=(rollout_id,))
+    scale: Scale = "std" if getattr(args, "grpo_std_normalization", False) else "none"
+    groups = rollouts.run_groups(requests, purpose=purpose)
+    return clip_rows(make_rows(groups, BatchConfig(scale=scale, extras=())), settings.context)
