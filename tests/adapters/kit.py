@@ -39,8 +39,34 @@ class ScriptedEnvironment(Environment):
         return float(ctx.task.data["rewards"][int(ctx.attempt.split(".")[1])])
 
 
+class SleepingEnvironment(ScriptedEnvironment):
+    """Also runs the command `data.command` in a sandbox, if the task has one."""
+
+    name = "sleeping"
+
+    async def run(self, ctx: Context) -> None:
+        await super().run(ctx)
+        if command := ctx.task.data.get("command"):
+            sandbox = await ctx.sandbox()
+            await sandbox.exec(command, timeout=600)
+
+
 def make_task(name: str, rewards: Sequence[float | None], **data: Any) -> dict[str, Any]:
     return {"id": name, "prompt": f"say {name}", "rewards": list(rewards), **data}
+
+
+class ByteTokenizer:
+    """Decodes the embedded policy's tokens, shifted by `shift`."""
+
+    def __init__(self, size: int = 300, shift: int = 0) -> None:
+        self.size = size
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return self.size
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return bytes(token + self.shift for token in token_ids if token < 256 - self.shift).decode("latin-1")
 
 
 def bigram_gradient(sequences: Iterable[Sequence_]) -> np.ndarray[Any, Any]:

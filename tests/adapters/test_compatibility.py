@@ -9,7 +9,7 @@ from rookery import Limits, Sampling, SyncEngine, Task
 from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
 from rookery.adapters.trainer_engine import MAX_ENGINES, ThreadedTrainerEngine
 from rookery.core import UsageError
-from tests.adapters.kit import ScriptedEnvironment, make_task
+from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
 from tests.adapters.trl_kit import tiny
 
 
@@ -50,20 +50,6 @@ def test_changed_setting_is_refused() -> None:
     checks.check_unchanged(TrainerSettings(top_k=-1))
     with pytest.raises(UsageError):
         checks.check_unchanged(TrainerSettings(temperature=0.6))
-
-
-class ByteTokenizer:
-    """Decodes the embedded policy's tokens, shifted by `shift`."""
-
-    def __init__(self, size: int = 300, shift: int = 0) -> None:
-        self.size = size
-        self.shift = shift
-
-    def __len__(self) -> int:
-        return self.size
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return bytes(token + self.shift for token in token_ids if token < 256 - self.shift).decode("latin-1")
 
 
 def test_wrong_tokenizer_and_context_length_are_noticed_with_the_first_rollouts(tmp_path: Path) -> None:

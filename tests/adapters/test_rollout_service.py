@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from rookery.adapters.rollout_service import RolloutService
-from rookery.core import RookeryError, Sampling, UsageError
+from rookery.core import Limits, RookeryError, Sampling, Truncated, UsageError
 from rookery.core.errors import BatchError
 from rookery.upstreams.token_function import TokenCall, TokenResult, serve_function
+from tests.adapters.kit import ByteTokenizer
 from tests.adapters.service_kit import get_tasks, make_config, make_policy
 from tests.servers import ModelServer
 
@@ -48,6 +49,24 @@ async def test_api_key_is_not_sent_to_a_policy_that_a_request_names(
             await service.run(get_tasks()["plain"])
     assert {"Bearer secret"} == {request.headers.get("Authorization") for request in configured.requests}
     assert {None} == {request.headers.get("Authorization") for request in named.requests}
+
+
+async def test_rollouts_are_compared_with_the_tokenizer_and_context_length_of_the_trainer(tmp_path: Path) -> None:
+    config = make_config(make_policy(tmp_path))
+    task = get_tasks()["plain"]
+    sampling = Sampling(max_tokens=8)
+    limited = msgspec.structs.replace(config, limits=Limits(context=200))
+    with pytest.raises(UsageError):
+        RolloutService(limited, context=199)
+    for shift in (0, 1):
+        tokenizer = ByteTokenizer(shift=shift)
+        async with RolloutService(config, out=tmp_path, tokenizer=tokenizer, context=30) as service:
+            if shift:
+                with pytest.raises(UsageError):
+                    await service.run(task, sampling=sampling)
+                continue
+            found = await service.run(task, sampling=sampling)
+            assert found.rollout.outcome == Truncated("context")
 
 
 async def test_replies_without_log_probabilities_are_refused(tmp_path: Path) -> None:

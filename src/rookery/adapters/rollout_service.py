@@ -10,6 +10,8 @@ Guarantees:
 - Sampling parameters that a request does not name are those of the configuration, or else the defaults of trainers
   (temperature 1, all tokens). They are sent explicitly, so that defaults of a model or server do not replace them.
 - Requests with other sampling parameters than those before are reported in the log, once for each change.
+- If the trainer's tokenizer or context length is given, a rollout that does not fit raises `UsageError`. So does a
+  longer context length in the limits of the configuration.
 - An engine that stopped itself, for example because too many attempts failed, is closed. The next request opens a
   new one, which checks the policy again.
 """
@@ -24,7 +26,7 @@ from typing import Final, Protocol, Self
 
 import msgspec
 
-from rookery.adapters.compatibility import TrainerSettings
+from rookery.adapters.compatibility import RolloutChecks, Tokenizer, TrainerSettings
 from rookery.adapters.group_requests import GroupRequests
 from rookery.core import Message, Rollout, RookeryError, Sampling, Segment, Task, Turn, UsageError
 from rookery.engine import Engine, EngineConfig, Stopped
@@ -114,9 +116,10 @@ class RolloutServer(Protocol):
 class _OpenEngine:
     """An open engine, and what is needed to read the turns of its rollouts."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, checks: RolloutChecks) -> None:
         assert engine.folder is not None
         self.engine = engine
+        self.checks = checks
         self.folder = engine.folder
         self.requests = GroupRequests("requests")
         self.reader = TokenReader(engine.folder / "tokens")
@@ -127,7 +130,9 @@ class _OpenEngine:
     async def run(self, task: Task) -> FinishedRollout:
         self.running += 1
         try:
-            (rollout,) = check_rollouts([await self.requests.run(self.engine, task, 1)], _RULES)
+            group = await self.requests.run(self.engine, task, 1)
+            (rollout,) = check_rollouts([group], _RULES)
+            await asyncio.to_thread(self.checks.check_groups, [group], self.folder)
             turns: list[Turn] = []
             if rollout.segments:
                 turns = await asyncio.shield(asyncio.ensure_future(self._load_turns(rollout)))
@@ -163,10 +168,17 @@ class RolloutService:
         out: str | Path = "runs",
         queue: int = 4096,
         max_engines: int = 4,
+        tokenizer: Tokenizer | None = None,
+        context: int | None = None,
         on_engine: Callable[[Engine], None] = lambda _: None,
     ) -> None:
-        """Create a service without open engines. `on_engine` is called with each engine that is opened."""
-        self.config = config
+        """Create a service without open engines. `on_engine` is called with each engine that is opened.
+
+        `tokenizer` is the trainer's, and `context` the length of the longest sequence that it takes.
+        """
+        settings = TrainerSettings(context=context)
+        self.config = msgspec.structs.replace(config, limits=settings.settle_limits(config.limits))
+        self._checks = RolloutChecks("the trainer", settings, tokenizer)
         self._on_engine = on_engine
         self.environment: Environment = load_environment(config.environment, **config.arguments)
         self.out = out
@@ -259,7 +271,7 @@ class RolloutService:
         engine = Engine(config.environment, config=config, out=self.out)
         await engine.__aenter__()
         self._on_engine(engine)
-        return _OpenEngine(engine)
+        return _OpenEngine(engine, self._checks)
 
     async def _make_room(self) -> None:
         """Close the engine that was idle for longest if there are too many."""

@@ -14,8 +14,8 @@ import click
 from rookery.cli.options import Number, PluginName, option, parse_variables, run_options
 
 if TYPE_CHECKING:
-    from rookery.adapters.rollout_service import RolloutServer
-    from rookery.engine import Engine, EngineConfig
+    from rookery.adapters.rollout_service import RolloutServer, RolloutService
+    from rookery.engine import Engine
 
 _HELP = """Run rollouts of ENV for another trainer, which sends one task per request.
 
@@ -42,6 +42,18 @@ The protocols have no keys: let the server listen only where nobody else can con
 )
 @option("--queue", type=Number(int, 1), default=4096, help="Maximum number of running and waiting requests.")
 @option(
+    "--trainer-tokenizer",
+    metavar="PATH",
+    default="",
+    help="Tokenizer of the trainer, a directory or a hub name: a policy with another one is refused.",
+)
+@option(
+    "--trainer-context",
+    metavar="TOKENS",
+    type=Number(int, 1),
+    help="Length of the longest sequence that the trainer takes. Rollouts end as truncated at this length.",
+)
+@option(
     "--package",
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
@@ -55,17 +67,21 @@ def serve(
     host: str,
     port: int | None,
     queue: int,
+    trainer_tokenizer: str,
+    trainer_context: int | None,
     package: Path | None,
     **values: Any,
 ) -> int:
     import asyncio
     from importlib.metadata import entry_points
 
+    from rookery.adapters.rollout_service import RolloutService
     from rookery.cli.config import build_engine_config, get_table
     from rookery.cli.run import pin_blas_threads, select_tasks
     from rookery.engine.config import refuse_cached_training
     from rookery.engine.processes import new_event_loop
     from rookery.environments import load_environment
+    from rookery.gateway.chat_renderers.tokenizer import open_tokenizer
 
     values["variables"] = parse_variables(values["variable"], get_table(ctx, "variables"))
     values["per_task"] = 1
@@ -81,22 +97,42 @@ def serve(
             click.echo(path)
         return 0
     pin_blas_threads(config.runners)
+    tokenizer = open_tokenizer(trainer_tokenizer) if trainer_tokenizer else None
+    service = RolloutService(
+        config,
+        out=values["out"],
+        queue=queue,
+        tokenizer=tokenizer,
+        context=trainer_context,
+        on_engine=_MetricsAddresses().show,
+    )
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(server, config, values["out"], host, port, queue))
+        runner.run(_serve(server, service, host, port))
     return 0
 
 
 serve.params = [one for one in serve.params if one.name not in ("json", "dry_run", "per_task")]  # of `run` alone
 
 
-async def _serve(
-    server: "RolloutServer", config: "EngineConfig", out: str, host: str, port: int, queue: int
-) -> None:
+class _MetricsAddresses:
+    """Prints the address of each engine's metrics once."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def show(self, engine: "Engine") -> None:
+        from rookery.cli.terminal import write_line
+
+        if engine.metrics_url and engine.metrics_url not in self._shown:
+            self._shown.add(engine.metrics_url)
+            write_line(f"metrics at {engine.metrics_url}", err=False)
+
+
+async def _serve(server: "RolloutServer", service: "RolloutService", host: str, port: int) -> None:
     import asyncio
     import logging
     import signal
 
-    from rookery.adapters.rollout_service import RolloutService
     from rookery.cli.terminal import write_line
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -104,14 +140,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    shown: set[str] = set()
-
-    def on_engine(engine: "Engine") -> None:
-        if engine.metrics_url and engine.metrics_url not in shown:
-            shown.add(engine.metrics_url)
-            write_line(f"metrics at {engine.metrics_url}", err=False)
-
-    async with RolloutService(config, out=out, queue=queue, on_engine=on_engine) as service:
+    async with service:
 
         def ready(url: str) -> None:
             write_line(f"serving {service.environment.title} to {server.name} at {url}", err=False)

@@ -78,6 +78,9 @@ class Tokenizer:
                 folder / "tokenizer.json", self._encode_reference, self._tokenizer.model, _get_byte_letters()
             )
 
+    def __len__(self) -> int:
+        return len(self.token_bytes)
+
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Return the token IDs of a text. No special tokens are added around it, as the chat format does that.
 
