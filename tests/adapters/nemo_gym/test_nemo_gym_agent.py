@@ -1,4 +1,4 @@
-"""The agent server of `--speak nemo-gym`, driven by NeMo Gym's own rollout collection, which NeMo RL uses."""
+"""The agent server of `--protocol nemo-gym`, driven by NeMo Gym's own rollout collection, which NeMo RL uses."""
 
 import json
 from pathlib import Path
