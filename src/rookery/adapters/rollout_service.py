@@ -26,7 +26,7 @@ from typing import Final, Protocol, Self
 
 import msgspec
 
-from rookery.adapters.compatibility import RolloutChecks, Tokenizer, TrainerSettings
+from rookery.adapters.compatibility import RolloutChecks, TokenDecoder, TrainerSettings
 from rookery.adapters.group_requests import GroupRequests
 from rookery.core import Message, Rollout, RookeryError, Sampling, Segment, Task, Turn, UsageError
 from rookery.engine import Engine, EngineConfig, Stopped
@@ -168,7 +168,7 @@ class RolloutService:
         out: str | Path = "runs",
         queue: int = 4096,
         max_engines: int = 4,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenDecoder | None = None,
         context: int | None = None,
         on_engine: Callable[[Engine], None] = lambda _: None,
     ) -> None:
