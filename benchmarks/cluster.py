@@ -32,9 +32,12 @@ from rookery.cluster.messages import NodeBeat
 from rookery.cluster.node_pool import Node, NodePool, RemoteRunner
 from rookery.cluster.placement import NodeResources
 from rookery.core import Completed, Extent, Message, Rollout, SandboxSpec, Task
+from rookery.engine.config import DEFAULT_WARM
+from rookery.engine.group_channel import GroupChannel, PlannedGroup
+from rookery.engine.prewarm import Prewarmer, iter_upcoming
 from rookery.engine.runner_handle import RunnerHandle
 from rookery.engine.runner_pool import RunnerPool
-from rookery.engine.scheduler import NO_REQUIREMENTS
+from rookery.engine.scheduler import NO_REQUIREMENTS, GroupScheduler
 from rookery.journal import Journal
 
 if TYPE_CHECKING:
@@ -82,6 +85,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
     numbers = 50_000 if quick else 500_000
     beats = await measure_heartbeats(numbers)
     placements = await measure_placement(numbers // 10)
+    warm_placements = await measure_prewarming(numbers // 50)
     return [
         Result(name="supervisor and journal, per rollout", unit="CPU-ms", ours=supervisor_ms / rollouts),
         Result(name="rollouts per second of its core", unit="1/s", ours=1e3 * rollouts / supervisor_ms),
@@ -91,6 +95,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
         Result(name="rollouts per second on this machine", unit="1/s", ours=rollouts / seconds),
         Result(name="heartbeats answered per second of a core", unit="1/s", ours=beats),
         Result(name=f"attempts placed on {MANY_NODES:,} nodes per second", unit="1/s", ours=placements),
+        Result(name="the same, with sandboxes created in advance", unit="1/s", ours=warm_placements),
         *measure_journal(numbers // 5),
     ]
 
@@ -100,6 +105,7 @@ def build_pool(
     sandboxes: Mapping[str, SandboxSpec],
     concurrency: int = 12,
     runners: int = 1,
+    warm: int = 0,
 ) -> NodePool:
     """Return the nodes of a run with their runners, without starting anything.
 
@@ -107,7 +113,7 @@ def build_pool(
     """
     none = SandboxSpec()
     settings = SimpleNamespace(
-        sandbox=none, sandboxes=sandboxes, sandbox_of=lambda name: sandboxes.get(name, none)
+        sandbox=none, sandboxes=sandboxes, sandbox_of=lambda name: sandboxes.get(name, none), warm=warm
     )
     nodes = NodePool(LocalLauncher("1"))
     pool = RunnerPool(
@@ -151,6 +157,26 @@ async def measure_placement(number: int) -> float:
         if len(placed) > 32 * MANY_NODES:
             oldest, name = placed.popleft()
             del oldest.running[name]
+    return number / (time.process_time() - began)
+
+
+async def measure_prewarming(number: int) -> float:
+    """Return how many attempts a core places per second on these nodes if sandboxes are created in advance."""
+    resources = {f"node-{at}": NodeResources(16) for at in range(MANY_NODES)}
+    nodes = build_pool(resources, {}, concurrency=64 * MANY_NODES, runners=16, warm=DEFAULT_WARM)
+    prewarmer = Prewarmer(nodes.runner_pool, DEFAULT_WARM)
+    tasks = _tasks(number)
+    groups = (PlannedGroup(at, at, task) for at, task in enumerate(tasks))
+    channel = GroupChannel("main", GroupScheduler(k=1), groups, None)
+    channel.upcoming = lambda: iter_upcoming(tasks, 1, channel)
+    attempt: Any = None  # the placement only counts attempts
+    began = time.process_time()
+    for at in range(number):
+        prewarmer.update([channel])
+        runner = nodes.runner_pool.find_free_runner(preferred=prewarmer.find_runner(tasks[at].id))
+        assert runner is not None
+        runner.running[str(at)] = attempt
+        channel.next_group()
     return number / (time.process_time() - began)
 
 

@@ -13,6 +13,8 @@ It fails (exit status 1) unless
 - damaged token files are noticed: their rollouts run again, and no other rollout does;
 - a node whose disk is full is fenced, and a run whose disk is full stops and can be resumed;
 - nothing is left on any node: no process, mount, cgroup, container, sandbox or file.
+
+The files of a campaign that failed are kept, except for what is on the small disk.
 """
 
 import asyncio
@@ -479,10 +481,18 @@ async def run(quick: bool, progress: Progress, cluster: str = "", rollouts: int 
         ):
             await campaign.execute()
             counts = await campaign.check()
-    finally:
+    except RookeryError:
+        progress(f"the files of the campaign are kept in {folder}")
+        raise
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        raise
     for violation in campaign.violations:
         progress(f"VIOLATION: {violation}")
+    if campaign.violations:
+        progress(f"the files of the campaign are kept in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
     return [*_fault_rows(counts), *_summary_rows(campaign)]
 
 

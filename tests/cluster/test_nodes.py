@@ -91,17 +91,20 @@ async def test_every_node_takes_part_and_all_tokens_are_collected(
     assert len(list((tmp_path / "runs" / "latest" / "logs").glob("runner-*.log"))) == 2
 
 
-@pytest.mark.parametrize("victim", ["agent", "runner", "collector"])
+@pytest.mark.parametrize("victim", ["agent", "runner", "collector", "frozen collector"])
 async def test_death_of_a_process_of_the_cluster_loses_nothing(
-    model: HeldModel, tmp_path: Path, nodes: Path, victim: str
+    model: HeldModel, tmp_path: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
+    if victim == "frozen collector":
+        monkeypatch.setattr(node_pool, "COLLECTOR_LOST_SECONDS", 5.0)
     async with build_engine(model, tmp_path) as engine:
         await wait_for_nodes(engine, 2)
         running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(12)]))
         await model.wait_for_requests(8)
         module = {"agent": "rookery.cluster.agent", "runner": "rookery.engine.runner"}.get(victim)
-        os.kill(find_processes(module or "rookery.cluster.collector")[0], signal.SIGKILL)
-        died = {"agent": "node.lost", "runner": "runner.died", "collector": "collector.died"}[victim]
+        died = {"agent": "node.lost", "runner": "runner.died"}.get(victim, "collector.died")
+        sent = signal.SIGSTOP if victim == "frozen collector" else signal.SIGKILL
+        os.kill(find_processes(module or "rookery.cluster.collector")[0], sent)
         seen = asyncio.Event()
         engine.on_event = lambda kind, _: seen.set() if kind == died else None
         await asyncio.wait_for(seen.wait(), 60)
@@ -117,7 +120,7 @@ async def test_death_of_a_process_of_the_cluster_loses_nothing(
         for attempt in record.attempts
         if isinstance(attempt.outcome, Failed)
     }
-    assert causes == {"agent": {"machine.lost"}, "runner": {"runner.lost"}, "collector": set()}[victim]
+    assert causes == {"agent": {"machine.lost"}, "runner": {"runner.lost"}}.get(victim, set())
     assert all(
         attempt.charged for r in records(tmp_path) for attempt in r.attempts if attempt.outcome == Completed()
     )
@@ -148,6 +151,26 @@ async def test_frozen_node_is_fenced_and_counts_nothing_when_it_comes_back(
     assert lost
     # On a busy machine, the other node may be silent for as long.
     assert name in {event["node"] for event in events(tmp_path, "node.lost")}
+
+
+async def test_node_whose_token_files_were_removed_is_lost_and_its_attempts_run_again(
+    model: HeldModel, tmp_path: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_pool, "UNCOLLECTED_SECONDS", 15.0)
+    async with build_engine(model, tmp_path) as engine:
+        await wait_for_nodes(engine, 2)
+        groups = await collect(engine, [f"question {n}" for n in range(8)])
+        running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(8)]))
+        await model.wait_for_requests(16)
+        for file in nodes.glob("*-node-1-*/tokens/*.rtk"):
+            file.unlink()
+        model.release.set()
+        groups += await asyncio.wait_for(running, 90)
+    assert Counter(rollout.outcome for group in groups for rollout in group.rollouts) == {Completed(): 16}
+    assert all(rollout.segments for group in groups for rollout in group.rollouts)
+    failed = [a.outcome for r in records(tmp_path) for a in r.attempts if isinstance(a.outcome, Failed)]
+    assert {outcome.cause for outcome in failed} == {"machine.lost"}
+    assert "node-1" in {event["node"] for event in events(tmp_path, "node.lost")}
 
 
 def fill(folder: Path) -> Path:

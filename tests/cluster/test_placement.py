@@ -11,6 +11,7 @@ from rookery.cluster.node_pool import MAX_CANDIDATES
 from rookery.cluster.node_resources import ATTEMPTS_VARIABLE, LABELS_VARIABLE, read_resources
 from rookery.cluster.placement import MIN_MEMORY, NodeLoad, NodeResources, choose_node
 from rookery.core import SandboxSpec, Task, UsageError
+from rookery.engine.prewarm import PrewarmPlan
 from rookery.engine.scheduler import NO_REQUIREMENTS, Requirements
 
 
@@ -109,6 +110,27 @@ async def test_attempts_of_a_mixture_wait_only_for_the_gpus_of_their_own_environ
     assert not pool.is_waiting_for_gpus(Requirements(gpus=5))
     large.running.clear()
     assert pool.find_free_runner(pool.requirements_of(cuda)) is large
+
+
+async def test_sandboxes_are_prepared_where_attempts_would_run() -> None:
+    resources = {
+        "small": NodeResources(2, attempts=1),
+        "large": NodeResources(6),
+        "labelled": NodeResources(1, labels={"zone": "b"}),
+    }
+    nodes = build_pool(resources, {}, warm=8)
+    pool = nodes.runner_pool
+    tasks = [Task(id="plain", prompt=()), Task(id="in zone b", prompt=(), node_labels={"zone": "b"})]
+    plan = PrewarmPlan(8, pool.find_runner_to_prewarm)
+    assigned = plan.assign([(tasks[0], 6), (tasks[1], 2)])
+    planned = {runner.node: {task.id: count for task, count in has} for runner, has in assigned.items()}
+    assert planned == {"small": {"plain": 1}, "large": {"plain": 4}, "labelled": {"plain": 1, "in zone b": 2}}
+    small = pool.runners[0]
+    assert pool.find_free_runner(preferred=small) is small
+    small.running["1"] = SimpleNamespace(spec=SimpleNamespace(task=tasks[0]))  # type: ignore[assignment]
+    elsewhere = pool.find_free_runner(preferred=small)  # its node has as many attempts as it may have
+    assert elsewhere is not None
+    assert elsewhere is not small
 
 
 async def test_attempts_are_spread_over_more_nodes_than_are_compared_for_one() -> None:

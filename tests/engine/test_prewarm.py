@@ -20,6 +20,7 @@ from rookery.engine.checkpoint import StreamCheckpoint, StreamCursor
 from rookery.engine.group_channel import GroupChannel, PlannedGroup
 from rookery.engine.prewarm import LOOK_AHEAD, Prewarmer, PrewarmPlan, iter_demand, iter_upcoming, round_robin
 from rookery.engine.runner_handle import RunnerHandle
+from rookery.engine.runner_pool import RunnerPool
 from rookery.engine.runner_protocol import ImageUpdate, PrewarmRequest, RunSettings
 from rookery.engine.sandbox_factory import SandboxFactory, build_pool_budget
 from rookery.engine.scheduler import GroupScheduler
@@ -41,6 +42,27 @@ NAMES = ["a", "b", "c", "d"]
 # ---- demand and plan
 
 
+class RecordingRunner(RunnerHandle):
+    """A runner handle that records what it is sent."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, None)  # type: ignore[arg-type]
+        self.ready = True
+        self.messages: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+
+def build_pool(runners: list[RecordingRunner]) -> RunnerPool:
+    """Return a pool of these runners, with two attempts for each."""
+    settings: Any = SimpleNamespace(sandboxes={}, sandbox=SandboxSpec())
+    owner: Any = None
+    pool = RunnerPool(owner, settings, Environment(), size=len(runners), capacity=2, block_limit=1.0)
+    pool.runners += runners
+    return pool
+
+
 @given(
     st.integers(0, 12),
     st.lists(
@@ -54,14 +76,22 @@ NAMES = ["a", "b", "c", "d"]
     ),
 )
 def test_plan_assigns_no_more_than_the_demand_and_keeps_assignments(most: int, rounds: list[Any]) -> None:
-    count_prewarmed = PrewarmPlan(most)
-    before: dict[str, Counter[str]] = {}
+    runners = [RecordingRunner(name) for name in NAMES]
+
+    def choose(_: Task) -> RunnerHandle | None:
+        shared = (runner for runner in runners if runner.is_shared)
+        return min(shared, key=lambda runner: len(runner.running) + runner.planned, default=None)
+
+    plan = PrewarmPlan(most, choose)
+    before: dict[RunnerHandle, Counter[str]] = {}
     for wanted, busy, without in rounds:
-        dealt = {
-            name: Counter({task.id: n for task, n in has})
-            for name, has in count_prewarmed.assign(iter(wanted), busy, without).items()
-        }
-        assert dealt.keys() == busy.keys()
+        for runner in runners:
+            runner.ready = runner.name in busy
+            runner.running = dict.fromkeys(map(str, range(busy.get(runner.name, 0))))  # type: ignore[arg-type]
+        assigned = plan.assign(iter(wanted), without)
+        dealt = {runner: Counter({task.id: n for task, n in has}) for runner, has in assigned.items()}
+        assert all(runner.ready for runner, has in dealt.items() if has)
+        assert all(runner.planned == dealt.get(runner, Counter()).total() for runner in runners)
         window: Counter[str] = Counter()
         for task, number in wanted[: LOOK_AHEAD * most]:
             if task.id not in without:
@@ -69,23 +99,25 @@ def test_plan_assigns_no_more_than_the_demand_and_keeps_assignments(most: int, r
         total = sum(dealt.values(), Counter())
         assert total == (+window if busy else Counter())
         for task in window:
-            kept = sum(min(has[task], dealt[name][task]) for name, has in before.items() if name in dealt)
-            had = sum(has[task] for name, has in before.items() if name in dealt)
+            now = {runner: dealt.get(runner, Counter()) for runner in before}
+            kept = sum(min(has[task], now[runner][task]) for runner, has in before.items() if runner.ready)
+            had = sum(has[task] for runner, has in before.items() if runner.ready)
             assert kept == min(had, window[task])
         before = dealt
 
 
-def test_new_rollouts_are_assigned_to_the_least_loaded_runner() -> None:
-    count_prewarmed = PrewarmPlan(8)
-    dealt = count_prewarmed.assign([(TASKS[0], 4), (TASKS[1], 2)], {"a": 3, "b": 0, "c": 1})
-    loads = {"a": 3, "b": 0, "c": 1}
-    for name, has in dealt.items():
-        loads[name] += sum(number for _, number in has)
-    assert max(loads.values()) - min(loads.values()) <= 1
-    assert count_prewarmed.start_rollout("t1", ["a", "b", "c"]) in [
-        name for name, has in dealt.items() if (TASKS[1], 1) in has
-    ]
-    assert count_prewarmed.start_rollout("unheard of", ["a"]) is None
+async def test_new_rollouts_are_assigned_to_the_least_loaded_runner() -> None:
+    runners = [RecordingRunner(name) for name in "abc"]
+    for runner, running in zip(runners, (3, 0, 1), strict=True):
+        runner.running = dict.fromkeys(map(str, range(running)))  # type: ignore[arg-type]
+    plan = PrewarmPlan(8, build_pool(runners).find_runner_to_prewarm)
+    dealt = plan.assign([(TASKS[0], 4), (TASKS[1], 2)])
+    loads = [len(runner.running) + runner.planned for runner in runners]
+    assert max(loads) - min(loads) <= 1
+    chosen = plan.start_rollout("t1")
+    assert chosen is not None
+    assert "t1" in {task.id for task, _ in dealt[chosen]}
+    assert plan.start_rollout("unheard of") is None
 
 
 @given(
@@ -335,22 +367,10 @@ async def test_runner_processes_get_prewarm_requests(model: ModelServer, tmp_pat
     assert sum(one["prewarmed"] for one in opened) > 0
 
 
-class RecordingRunner(RunnerHandle):
-    """A runner handle that records what it is sent."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, None)  # type: ignore[arg-type]
-        self.ready = True
-        self.messages: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.messages.append(message)
-
-
-def test_rollout_goes_to_the_runner_that_prewarmed_it_and_unchanged_requests_are_not_sent() -> None:
+async def test_rollout_goes_to_the_runner_that_prewarmed_it_and_unchanged_requests_are_not_sent() -> None:
     links = [RecordingRunner("a"), RecordingRunner("b")]
-    fleet: Any = SimpleNamespace(runners=links, capacity=2)
-    prewarmer = Prewarmer(fleet, 4)
+    pool = build_pool(links)
+    prewarmer = Prewarmer(pool, 4)
     channel = GroupChannel(
         "main", GroupScheduler(k=1), (PlannedGroup(n, n, task) for n, task in enumerate(TASKS)), None
     )
@@ -369,8 +389,9 @@ def test_rollout_goes_to_the_runner_that_prewarmed_it_and_unchanged_requests_are
     counts = [len(link.messages) for link in links]
     prewarmer.update([channel])
     assert [len(link.messages) for link in links] == counts
+    assert pool.find_free_runner(preferred=links[0]) is links[0]
     links[0].running.update(dict.fromkeys("abcd"))
-    assert prewarmer.find_runner("t2") is None  # it already has twice its share
+    assert pool.find_free_runner(preferred=links[0]) is links[1]  # the other one already has twice its share
     prewarmer.update([])
     assert [link.prewarmed for link in links] == [[], []]
 

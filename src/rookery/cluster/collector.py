@@ -23,7 +23,9 @@ from typing import Any
 
 from rookery.cluster.authentication import AuthenticationError, accept_clients
 from rookery.cluster.messages import (
+    BEAT_SECONDS,
     Collected,
+    CollectorBeat,
     CollectorFailed,
     CollectorStart,
     FileChunk,
@@ -100,6 +102,12 @@ class Collector:
         self._key = start.key
         self._files = CollectedFiles(Path(start.folder))
         self._run(accept_clients(self._listening, self._key, self._serve, self._run))
+        self._run(self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            self.control.send(CollectorBeat())
+            await asyncio.sleep(BEAT_SECONDS)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -159,10 +159,15 @@ class CollectorFailed(msgspec.Struct, frozen=True, tag=3, array_like=True):
     detail: str
 
 
+class CollectorBeat(msgspec.Struct, frozen=True, tag=4, array_like=True):
+    """Sent every `BEAT_SECONDS`: the collector is running."""
+
+
 ToAgent: TypeAlias = Welcome | StartRunner | KillRunner | Pause | Resume | Beat | Leave
 FromAgent: TypeAlias = (
     NodeReady | NodeBeat | RunnerExited | RunnerAlarm | NodeMetrics | Paused | NodeFailed | Collected
 )
+FromCollector: TypeAlias = Collected | CollectorFailed | CollectorBeat
 
 join_decoder = msgspec.msgpack.Decoder(Join)
 to_agent_decoder = msgspec.msgpack.Decoder(ToAgent)
@@ -170,4 +175,4 @@ from_agent_decoder = msgspec.msgpack.Decoder(FromAgent)
 to_collector_decoder = msgspec.msgpack.Decoder(OpenFile | FileChunk)
 collected_decoder = msgspec.msgpack.Decoder(Collected)
 collector_start_decoder = msgspec.msgpack.Decoder(CollectorStart)
-from_collector_decoder = msgspec.msgpack.Decoder(Collected | CollectorFailed)
+from_collector_decoder = msgspec.msgpack.Decoder(FromCollector)

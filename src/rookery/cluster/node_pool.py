@@ -7,6 +7,8 @@
   reached again joins as a new one.
 - The result of an attempt is accepted only when its tokens are in the run's directory. So a recorded rollout does
   not depend on the node on which it ran.
+- A node is also lost if the tokens of a result are not collected within `UNCOLLECTED_SECONDS`, for example because
+  their file was removed. A collector that is silent for `COLLECTOR_LOST_SECONDS` is killed and started again.
 - The run stops if it has no node for `NO_NODE_SECONDS`.
 """
 
@@ -27,7 +29,7 @@ import msgspec
 from rookery.cluster import messages
 from rookery.cluster.agent import AgentConfig
 from rookery.cluster.authentication import AuthenticationError, accept_clients, listen
-from rookery.cluster.placement import NodeLoad, choose_node
+from rookery.cluster.placement import NodeLoad, choose_node, compute_limit_per_cpu
 from rookery.core import Extent, JournalError, UsageError
 from rookery.core.errors import describe, suggestion
 from rookery.engine.crash_attribution import DeathKind
@@ -53,6 +55,10 @@ from rookery.upstreams.protocol import PauseMode
 
 NO_NODE_SECONDS = 120.0
 MAX_COLLECTOR_DEATHS = 10
+COLLECTOR_LOST_SECONDS = 60.0
+UNCOLLECTED_SECONDS = 120.0
+"""Seconds that a result waits for more of its token files. It is longer than `COLLECTOR_LOST_SECONDS`, so that no
+node is blamed for the collector."""
 LEAVE_SECONDS = 30.0
 """Seconds that the nodes get to remove what they have of the run when it ends."""
 MAX_CANDIDATES = 16
@@ -97,6 +103,8 @@ class RemoteRunner(SeparateRunner):
         self._pauses: PauseCoordinator | None = None
         self._uncollected: deque[AttemptResult] = deque()
         """Results whose tokens are not collected yet."""
+        self.collecting_since = 0.0
+        """The time at which the first of them began to wait, or at which its token files grew last."""
         self._exit: tuple[int, str] | None = None
         """Exit status and end of the log if the process has ended before its results were collected."""
 
@@ -115,6 +123,8 @@ class RemoteRunner(SeparateRunner):
         if isinstance(message, AttemptResult):
             self._host.load.observe(max(0.001, message.ended - message.started))
             if not self._host.pool.is_collected(message.tokens):
+                if not self._uncollected:
+                    self.collecting_since = self._loop.time()
                 self._uncollected.append(message)
                 return
         if isinstance(message, RunnerFailed) and message.disk:
@@ -122,8 +132,10 @@ class RemoteRunner(SeparateRunner):
             return
         self.listener.on_message(self, message)
 
-    def on_collected(self) -> None:
-        """Pass on the results whose tokens are collected now."""
+    def on_collected(self, file: str) -> None:
+        """Pass on the results whose tokens are collected now that this token file has grown."""
+        if self._uncollected and any(one.file == file for one in self._uncollected[0].tokens):
+            self.collecting_since = self._loop.time()
         for _ in range(len(self._uncollected)):
             result = self._uncollected.popleft()
             if self._host.pool.is_collected(result.tokens):
@@ -132,6 +144,11 @@ class RemoteRunner(SeparateRunner):
                 self._uncollected.append(result)
         if self._exit is not None and not self._uncollected:
             self._finish(*self._exit)
+
+    @property
+    def is_collecting(self) -> bool:
+        """True if results wait until their tokens are collected."""
+        return bool(self._uncollected)
 
     def on_exit(self, code: int, log_tail: str) -> None:
         """The process has ended. Its last results count if their tokens are on the node's disk."""
@@ -244,11 +261,11 @@ class Node:
         for _ in range(pool.size):
             pool.add_runner(self.name)
 
-    def count_running(self) -> int:
-        """Count the node's running attempts, for its load."""
+    def count_running(self, *, planned: bool = False) -> int:
+        """Count the node's running attempts, for its load. With `planned`, also those that are planned for it."""
         count = 0
         for runner in self.runners.values():
-            count += len(runner.running)
+            count += len(runner.running) + (runner.planned if planned else 0)
         self.load.running = count
         return count
 
@@ -261,14 +278,31 @@ class Node:
             for dispatch in runner.running.values()
         )
 
-    def find_shared_runner(self) -> RunnerHandle | None:
-        """Return the runner with the fewest attempts that accepts any attempt, or None."""
+    def find_shared_runner(self, *, planned: bool = False) -> RunnerHandle | None:
+        """Return the runner with the fewest attempts that accepts any attempt, or None.
+
+        With `planned`, attempts that are planned for a runner count, too.
+        """
         best, least = None, 0
         for runner in self.runners.values():
-            count = len(runner.running)
+            count = len(runner.running) + (runner.planned if planned else 0)
             if (best is None or count < least) and runner.is_shared:
                 best, least = runner, count
         return best
+
+    def check(self, late: float) -> None:
+        """Lose the node if it is silent, or if the tokens of a result are not collected.
+
+        This process is late itself by `late` seconds, for which silence proves nothing.
+        """
+        now = asyncio.get_running_loop().time()
+        self.heard += late
+        if now - self.heard > messages.LOST_SECONDS:
+            self.lose(f"nothing was received from it for {messages.LOST_SECONDS:g} seconds")
+        for runner in list(self.runners.values()):
+            runner.collecting_since += late
+            if runner.is_collecting and now - runner.collecting_since > UNCOLLECTED_SECONDS:
+                self.lose(f"tokens of {runner.name} have not arrived for {UNCOLLECTED_SECONDS:g} seconds")
 
     def leave_if_drained(self) -> None:
         """Let the node leave if it is being drained and its last runner has ended."""
@@ -321,6 +355,7 @@ class NodePool:
         """The file by which nodes recognise the run's directory, if they write token files there themselves."""
         self._collector_deaths = 0
         """Number of deaths of the collector since it last wrote something."""
+        self._collector_heard = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._without_node = 0.0
         self._closing = False
@@ -370,6 +405,7 @@ class NodePool:
         connection = FramedConnection(messages.from_collector_decoder, self._on_collector, self._on_collector_lost)
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=ours)
         connection.send(messages.CollectorStart(self.runner_pool.settings.folder, self._key))
+        self._collector_heard = asyncio.get_running_loop().time()
         self._collector_connection = connection
 
     def _on_collector_lost(self, _: BaseException | None) -> None:
@@ -490,9 +526,10 @@ class NodePool:
             await asyncio.sleep(messages.BEAT_SECONDS)
             late = loop.time() - before - messages.BEAT_SECONDS
             for node in list(self.nodes.values()):
-                node.heard += late  # this process was late itself: the silence proves nothing
-                if loop.time() - node.heard > messages.LOST_SECONDS:
-                    node.lose(f"nothing was received from it for {messages.LOST_SECONDS:g} seconds")
+                node.check(late)
+            self._collector_heard += late
+            if self._collector is not None and loop.time() - self._collector_heard > COLLECTOR_LOST_SECONDS:
+                self._collector.kill()  # it is started again when its connection is lost
             self._without_node = 0.0 if self.nodes else self._without_node + messages.BEAT_SECONDS
             if self._without_node > NO_NODE_SECONDS:
                 self.runner_pool.owner.stop(
@@ -504,20 +541,22 @@ class NodePool:
 
     # ---- tokens
 
-    def _on_collector(self, message: messages.Collected | messages.CollectorFailed) -> None:
-        if isinstance(message, messages.CollectorFailed):
-            self.runner_pool.owner.stop(JournalError(message.detail))
-            return
-        self._collector_deaths = 0
-        self.on_collected(message)
+    def _on_collector(self, message: messages.FromCollector) -> None:
+        self._collector_heard = asyncio.get_running_loop().time()
+        match message:
+            case messages.CollectorFailed(detail):
+                self.runner_pool.owner.stop(JournalError(detail))
+            case messages.Collected():
+                self._collector_deaths = 0
+                self.on_collected(message)
 
     def on_collected(self, message: messages.Collected) -> None:
         """Accept the results whose tokens are in the run's directory now."""
         name = message.file.removeprefix("tokens/")
         runner = self._writers.get(name.rpartition("-")[0])
-        if runner is not None:
-            self._collected[name] = max(message.size, self._collected.get(name, 0))
-            runner.on_collected()
+        if runner is not None and message.size > self._collected.get(name, 0):
+            self._collected[name] = message.size
+            runner.on_collected(name)
 
     def forget(self, runner: RemoteRunner) -> None:
         """Drop what is known about the files of a runner that has ended."""
@@ -539,26 +578,40 @@ class NodePool:
         runner = self._writers[writer] = RemoteRunner(name, self.runner_pool, found, found.settings, writer)
         return runner
 
-    def _choose(self, required: Requirements) -> Node | None:
-        """Return the node that should get the next attempt with these requirements, if any."""
+    def _choose(self, required: Requirements, *, planned: bool = False) -> Node | None:
+        """Return the node that should get the next attempt with these requirements, if any.
+
+        With `planned`, attempts that are planned for runners count as running.
+        """
         nodes = list(self.nodes.values())
         if len(nodes) > MAX_CANDIDATES and required is NO_REQUIREMENTS:
-            found = self._choose_among(random.sample(nodes, MAX_CANDIDATES), required)
+            found = self._choose_among(random.sample(nodes, MAX_CANDIDATES), required, planned)
             if found is not None:
                 return found
-        return self._choose_among(nodes, required)
+        return self._choose_among(nodes, required, planned)
 
-    def _choose_among(self, nodes: list[Node], required: Requirements) -> Node | None:
+    def _choose_among(self, nodes: list[Node], required: Requirements, planned: bool) -> Node | None:
         loads = []
         for node in nodes:
             if node.settings is not None and node.find_shared_runner() is not None:
-                node.count_running()
+                node.count_running(planned=planned)
                 if required.gpus:
                     node.count_gpus()
                 loads.append(node.load)
-        total = max(self._launcher.cpus, self._cpus)
-        best = choose_node(loads, concurrency=self._concurrency, total_cpus=total, required=required)
+        concurrency = self._concurrency + (self.runner_pool.settings.warm if planned else 0)
+        best = choose_node(loads, concurrency=concurrency, total_cpus=self._total_cpus, required=required)
         return self.nodes[best.name] if best is not None else None
+
+    @property
+    def _total_cpus(self) -> int:
+        return max(self._launcher.cpus, self._cpus)
+
+    def _can_run(self, node: Node, required: Requirements) -> bool:
+        """Return whether a node can take one more attempt with these requirements."""
+        node.count_running()
+        if required.gpus:
+            node.count_gpus()
+        return node.load.can_run(required, compute_limit_per_cpu(self._concurrency, self._total_cpus))
 
     def accepts(self, runner: RunnerHandle, required: Requirements) -> bool:
         node = self.nodes.get(runner.node)
@@ -571,9 +624,19 @@ class NodePool:
     def can_meet(self, required: Requirements) -> bool:
         return any(node.load.resources.meets(required) for node in self.nodes.values())
 
-    def find_free_runner(self, required: Requirements) -> RunnerHandle | None:
+    def find_free_runner(
+        self, required: Requirements, preferred: RunnerHandle | None = None
+    ) -> RunnerHandle | None:
+        if preferred is not None and preferred.is_shared:
+            node = self.nodes.get(preferred.node)
+            if node is not None and self._can_run(node, required):
+                return preferred
         node = self._choose(required)
         return node.find_shared_runner() if node is not None else None
+
+    def find_runner_to_prewarm(self, required: Requirements) -> RunnerHandle | None:
+        node = self._choose(required, planned=True)
+        return node.find_shared_runner(planned=True) if node is not None else None
 
     async def drain(self, node: str) -> None:
         found = self.nodes.get(node)

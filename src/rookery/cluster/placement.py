@@ -70,11 +70,11 @@ class NodeLoad(msgspec.Struct):
         used = max(0.0, self.memory_at_join - self.memory) / max(1, self.running_at_beat)
         return self.memory - used * max(1, self.running + 1 - self.running_at_beat)
 
-    def can_run(self, required: Requirements, limit: float) -> bool:
-        """Return whether the node can take one more attempt; `limit` is its share of the run's concurrency."""
+    def can_run(self, required: Requirements, limit_per_cpu: float) -> bool:
+        """Return whether the node can take one more attempt."""
         return (
             not self.draining
-            and self.running < min(ceil(limit), self.resources.attempts or inf)
+            and self.running < min(ceil(limit_per_cpu * self.resources.cpus), self.resources.attempts or inf)
             and self.meets(required)
             and self.memory_after_next >= MIN_MEMORY
         )
@@ -86,6 +86,11 @@ class NodeLoad(msgspec.Struct):
     def weigh(self, fastest: float) -> float:
         """Return the weight of the node: CPUs times its speed relative to a node whose attempts take `fastest`."""
         return self.resources.cpus * (max(MIN_SPEED, fastest / self.seconds) if self.seconds else 1.0)
+
+
+def compute_limit_per_cpu(concurrency: int, total_cpus: int) -> float:
+    """Return how many attempts a node may run at most for each of its CPUs."""
+    return MAX_OVERLOAD * concurrency / max(1, total_cpus)
 
 
 def choose_node(
@@ -100,10 +105,10 @@ def choose_node(
     `concurrency` is the limit of the whole run, and `total_cpus` the number of CPUs of all nodes of the cluster.
     """
     fastest = min((node.seconds for node in nodes if node.seconds), default=0.0)
-    share = MAX_OVERLOAD * concurrency / max(1, total_cpus)
+    limit_per_cpu = compute_limit_per_cpu(concurrency, total_cpus)
     best, least = None, inf
     for node in nodes:
         load = node.running / node.weigh(fastest)
-        if load < least and node.can_run(required, share * node.resources.cpus):
+        if load < least and node.can_run(required, limit_per_cpu):
             best, least = node, load
     return best

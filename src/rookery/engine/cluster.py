@@ -37,10 +37,21 @@ class Cluster(Protocol):
         """
         ...
 
-    def find_free_runner(self, required: Requirements) -> RunnerHandle | None:
+    def find_free_runner(
+        self, required: Requirements, preferred: RunnerHandle | None = None
+    ) -> RunnerHandle | None:
         """Return the runner that should get the next attempt with these requirements.
 
-        Return None if no node that meets them has free capacity.
+        Return `preferred`, which may have a sandbox ready, if its node can take the attempt. Return None if no
+        node that meets the requirements has free capacity.
+        """
+        ...
+
+    def find_runner_to_prewarm(self, required: Requirements) -> RunnerHandle | None:
+        """Return the runner that should prepare a sandbox for an attempt with these requirements.
+
+        It is the runner that would get the attempt if the rollouts that are planned for runners were already
+        running. Return None if no node that meets the requirements has capacity for it.
         """
         ...
 

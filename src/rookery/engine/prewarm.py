@@ -1,17 +1,18 @@
 """Tell runners which sandboxes to create before they are needed. Runs in the supervisor's process.
 
-Used with providers whose sandboxes take long to create. `PrewarmPlan` decides, without I/O, to which runner each
-upcoming rollout is assigned; `Prewarmer` sends its decisions to the runners.
+Used with providers whose sandboxes take long to create. `PrewarmPlan` remembers to which runner each upcoming
+rollout is assigned; `Prewarmer` tells the runners. The work for an attempt depends on `limit`, not on the number
+of runners.
 
 - Sandboxes are prepared only for rollouts that the streams may start now, and for at most `limit` rollouts in
   total.
 - Rollouts that start first are prepared first; streams take turns. Quarantined (broken) tasks are skipped.
 - A rollout stays assigned to a runner until it starts or is not needed any more, because its sandbox may already
-  exist there. A rollout without an assignment goes to the runner with the least load.
+  exist there. A rollout without an assignment goes to the runner that would get it if it started now.
 - Sandboxes are prepared only if the stream's tasks are a list: tasks are never drawn from a generator in advance.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import TypeAlias, cast
 
@@ -73,40 +74,53 @@ def round_robin(streams: Iterable[Iterator[TaskDemand]]) -> Iterator[TaskDemand]
 
 
 class PrewarmPlan:
-    """Remembers which upcoming rollouts are assigned to which runner. Runners are identified by name."""
+    """Remembers which upcoming rollouts are assigned to which runner.
 
-    def __init__(self, limit: int) -> None:
+    `choose` returns the runner that should get the next attempt of a task if the assigned rollouts (`planned` of
+    each runner) were already running, or None.
+    """
+
+    def __init__(self, limit: int, choose: Callable[[Task], RunnerHandle | None]) -> None:
         self.limit = limit
-        self._assigned: dict[str, dict[str, int]] = {}
-        """The number of assigned rollouts of each task ID, for each runner."""
+        self._choose = choose
+        self._assigned: dict[str, dict[RunnerHandle, int]] = {}
+        """The runners of the assigned rollouts of each task ID, with their numbers."""
 
     def assign(
-        self, demand: Iterable[TaskDemand], load: Mapping[str, int], excluded: Collection[str] = ()
-    ) -> dict[str, list[TaskDemand]]:
-        """Return the tasks for whose rollouts each runner should prepare sandboxes, in order.
+        self, demand: Iterable[TaskDemand], excluded: Collection[str] = ()
+    ) -> dict[RunnerHandle, list[TaskDemand]]:
+        """Return the tasks for whose rollouts runners should prepare sandboxes, in order.
 
-        `load` is the number of running attempts of each runner; `excluded` are IDs of tasks to skip.
+        The list of a runner is empty if it has no assigned rollout any more. `excluded` are IDs of tasks to skip.
         """
         tasks, left = self._first(demand, excluded)
-        assigned: dict[str, dict[str, int]] = {name: {} for name in load}
-        total = dict(load)
-        for name in sorted(assigned, key=lambda name: total[name]):
-            for task, number in self._assigned.get(name, {}).items():
-                kept = min(number, left.get(task, 0))
+        before, self._assigned = self._assigned, {task: {} for task in tasks}
+        found: dict[RunnerHandle, list[TaskDemand]] = {}
+        for runners in before.values():
+            for runner in runners:
+                runner.planned = 0
+                found[runner] = []
+        for task, runners in before.items():
+            for runner in sorted(runners, key=lambda one: len(one.running)):
+                kept = min(runners[runner], left.get(task, 0)) if runner.is_shared else 0
                 if kept:
-                    assigned[name][task] = kept
+                    self._add(task, runner, kept)
                     left[task] -= kept
-                    total[name] += kept
-        for task in tasks if assigned else ():
-            for _ in range(left[task]):
-                name = min(total, key=total.__getitem__)
-                assigned[name][task] = assigned[name].get(task, 0) + 1
-                total[name] += 1
-        self._assigned = assigned
-        return {
-            name: [(task, has[task_id]) for task_id, task in tasks.items() if task_id in has]
-            for name, has in assigned.items()
-        }
+        for task, number in left.items():
+            for _ in range(number):
+                chosen = self._choose(tasks[task])
+                if chosen is None:
+                    break
+                self._add(task, chosen, 1)
+        for task, runners in self._assigned.items():
+            for runner, number in runners.items():
+                found.setdefault(runner, []).append((tasks[task], number))
+        return found
+
+    def _add(self, task: str, runner: RunnerHandle, number: int) -> None:
+        runners = self._assigned[task]
+        runners[runner] = runners.get(runner, 0) + number
+        runner.planned += number
 
     def _first(
         self, demand: Iterable[TaskDemand], excluded: Collection[str]
@@ -126,15 +140,17 @@ class PrewarmPlan:
             left -= taken
         return tasks, counts
 
-    def start_rollout(self, task: str, runners: Sequence[str]) -> str | None:
-        """Choose, among `runners`, the one with the most assigned rollouts of the task, and remove one of them.
+    def start_rollout(self, task: str) -> RunnerHandle | None:
+        """Choose the runner with the most assigned rollouts of the task, and remove one of them.
 
-        Return its name, or None if no rollout of the task is assigned to one of these runners.
+        Return None if no rollout of the task is assigned to a runner.
         """
-        best = max(runners, key=lambda name: self._assigned.get(name, {}).get(task, 0), default=None)
-        if best is None or not self._assigned.get(best, {}).get(task, 0):
+        runners = self._assigned.get(task, {})
+        best = max(runners, key=runners.__getitem__, default=None)
+        if best is None or not runners[best]:
             return None
-        self._assigned[best][task] -= 1
+        runners[best] -= 1
+        best.planned -= 1
         return best
 
 
@@ -142,20 +158,11 @@ class Prewarmer:
     """Tells the runners of a pool which sandboxes to prepare. Does nothing if `limit` is 0."""
 
     def __init__(self, pool: RunnerPool, limit: int) -> None:
-        self._pool = pool
-        self._plan = PrewarmPlan(limit)
+        self._plan = PrewarmPlan(limit, pool.find_runner_to_prewarm)
 
     def find_runner(self, task: str) -> RunnerHandle | None:
-        """Return a runner that may have a sandbox ready for the task, or None.
-
-        A runner with twice its share of attempts is not returned.
-        """
-        if not self._plan.limit:
-            return None
-        most = 2 * self._pool.capacity
-        able = {one.name: one for one in self._pool.runners if one.is_shared and len(one.running) < most}
-        name = self._plan.start_rollout(task, list(able))
-        return able[name] if name is not None else None
+        """Return a runner that may have a sandbox ready for the task, or None."""
+        return self._plan.start_rollout(task) if self._plan.limit else None
 
     def update(self, channels: Iterable[GroupChannel], quarantined: Collection[str] = ()) -> None:
         """Send each runner which sandboxes it should prepare for these streams, if that has changed."""
@@ -163,10 +170,8 @@ class Prewarmer:
             return
         active = [channel for channel in channels if not (channel.closed or channel.error)]
         demand = round_robin(iter_demand(channel.scheduler, channel.upcoming()) for channel in active)
-        runners = {one.name: one for one in self._pool.runners if one.is_shared}
-        load = {name: len(one.running) for name, one in runners.items()}
-        for name, assigned in self._plan.assign(demand, load, quarantined).items():
-            runner, counts = runners[name], [(task.id, number) for task, number in assigned]
+        for runner, assigned in self._plan.assign(demand, quarantined).items():
+            counts = [(task.id, number) for task, number in assigned]
             if counts != runner.prewarmed:
                 known = {task for task, _ in runner.prewarmed}
                 runner.prewarmed = counts

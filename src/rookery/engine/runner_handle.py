@@ -94,6 +94,8 @@ class RunnerHandle:
         """The number of the pause during which it was created, or 0 if the run was not paused."""
         self.prewarmed: list[tuple[str, int]] = []
         """The `counts` of the last `PrewarmRequest`: task IDs and numbers of rollouts."""
+        self.planned = 0
+        """Number of rollouts that are assigned to it and have not started, of which it prepares the sandboxes."""
         self.images: dict[str, ImageUpdate] = {}
         """The progress of the images that it is fetching, by image."""
         self.state = RunnerState()

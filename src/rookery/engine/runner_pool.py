@@ -234,20 +234,27 @@ class RunnerPool:
             else NO_REQUIREMENTS
         )
 
-    def find_free_runner(self, required: Requirements = NO_REQUIREMENTS) -> RunnerHandle | None:
+    def find_free_runner(
+        self, required: Requirements = NO_REQUIREMENTS, preferred: RunnerHandle | None = None
+    ) -> RunnerHandle | None:
         """Return the shared runner with the fewest attempts, or None if all are full.
 
-        A cluster chooses itself, among its nodes that meet the requirements.
+        Return `preferred` if it can take an attempt; without a cluster, it may get twice its share. A cluster
+        chooses itself, among its nodes that meet the requirements.
         """
         if self.cluster is not None:
-            return self.cluster.find_free_runner(required)
-        best: RunnerHandle | None = None
-        for runner in self.runners:
-            if not runner.is_shared or len(runner.running) >= self.capacity:
-                continue
-            if best is None or len(runner.running) < len(best.running):
-                best = runner
-        return best
+            return self.cluster.find_free_runner(required, preferred)
+        if preferred is not None and preferred.is_shared and len(preferred.running) < 2 * self.capacity:
+            return preferred
+        best = min((one for one in self.runners if one.is_shared), key=lambda one: len(one.running), default=None)
+        return best if best is not None and len(best.running) < self.capacity else None
+
+    def find_runner_to_prewarm(self, task: Task) -> RunnerHandle | None:
+        """Return the runner that should prepare a sandbox for an attempt of this task, or None."""
+        if self.cluster is not None:
+            return self.cluster.find_runner_to_prewarm(self.requirements_of(task))
+        shared = (one for one in self.runners if one.is_shared)
+        return min(shared, key=lambda one: len(one.running) + one.planned, default=None)
 
     def find_idle_runners(self) -> list[RunnerHandle]:
         """Return the ready runners that run no attempt and are not retiring.

@@ -271,10 +271,9 @@ class Supervisor:
             channel, rollout = found
             task = rollout.group.task
             warm_runner = self.prewarmer.find_runner(task.id)
-            runner = warm_runner or runner
             required = self.pool.requirements_of(task)
-            if not self.pool.accepts(runner, required):
-                runner = self.pool.find_free_runner(required)
+            if warm_runner is not None or not self.pool.accepts(runner, required):
+                runner = self.pool.find_free_runner(required, preferred=warm_runner)
             if runner is None:
                 channel.scheduler.hold(rollout, required)
                 held += 1
