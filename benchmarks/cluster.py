@@ -194,7 +194,7 @@ async def measure_heartbeats(number: int) -> float:
     """Return how many heartbeats of nodes a core receives and answers per second, without the socket calls."""
     node = Node(NodePool(LocalLauncher("1")), "node-1", 1)
     node.connection.connection_made(Discard())
-    frame = msgspec.msgpack.encode(NodeBeat(0.5))
+    frame = msgspec.msgpack.encode(NodeBeat(0.5, 0.5))
     data = len(frame).to_bytes(4, "little") + frame
     began = time.process_time()
     for _ in range(number):  # each arrives alone: a node sends one per second

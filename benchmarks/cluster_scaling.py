@@ -34,7 +34,7 @@ from benchmarks.faults import MODULES
 from benchmarks.instant_model import MODEL, instant_model
 from benchmarks.process_usage import cpu_ns, process_tree
 from rookery import Context, Engine, Environment
-from rookery.cluster.node_resources import list_cores
+from rookery.cluster.node_resources import list_cores, read_core_ticks
 from rookery.core import Completed, Message, SandboxError, SandboxSpec, Task
 from rookery.engine import EngineConfig
 from rookery.sandboxes.protocol import Command
@@ -209,19 +209,6 @@ async def _count(
     )
     busy, ticks = (after - before for before, after in zip(began[2], ended[2], strict=True))
     return Measurement(count / (ended[0] - began[0]), supervisor, collector, model, busy / max(1, ticks))
-
-
-def read_core_ticks(cores: list[int]) -> tuple[int, int]:
-    """Return the busy and the total clock ticks of these cores since the machine started."""
-    names = {f"cpu{core}" for core in cores}
-    busy = total = 0
-    for line in Path("/proc/stat").read_text().splitlines():
-        name, *values = line.split()
-        if name in names:
-            ticks = [int(value) for value in values[:8]]
-            total += sum(ticks)
-            busy += sum(ticks) - ticks[3] - ticks[4]  # idle, and idle while a disk was busy
-    return busy, total
 
 
 def main() -> None:

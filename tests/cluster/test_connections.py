@@ -22,6 +22,7 @@ from rookery.cluster.messages import (
     CollectorFailed,
     CollectorStart,
     FileChunk,
+    FromCollector,
     Join,
     Leave,
     StartRunner,
@@ -243,10 +244,11 @@ class RunningCollector:
         await asyncio.get_running_loop().create_connection(lambda: self.connection, sock=ours)
         self.connection.send(CollectorStart(str(self.run), KEY))
 
-    def _on_message(self, message: Collected | CollectorFailed) -> None:
-        assert isinstance(message, Collected)
-        self.sizes[message.file] = message.size
-        self.changed.set()
+    def _on_message(self, message: FromCollector) -> None:
+        assert not isinstance(message, CollectorFailed)
+        if isinstance(message, Collected):
+            self.sizes[message.file] = message.size
+            self.changed.set()
 
     async def wait_for(self, file: str, size: int) -> None:
         async with asyncio.timeout(60):

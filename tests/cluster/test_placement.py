@@ -1,14 +1,25 @@
 """Placement: by free capacity, speed and labels, bounded per node."""
 
+import os
+import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.cluster import build_pool
+from rookery.cluster import node_resources
 from rookery.cluster.node_pool import MAX_CANDIDATES
-from rookery.cluster.node_resources import ATTEMPTS_VARIABLE, LABELS_VARIABLE, read_resources
+from rookery.cluster.node_resources import (
+    ATTEMPTS_VARIABLE,
+    LABELS_VARIABLE,
+    CpuMeter,
+    read_available_memory,
+    read_cgroup_memory,
+    read_resources,
+)
 from rookery.cluster.placement import MIN_MEMORY, NodeLoad, NodeResources, choose_node
 from rookery.core import SandboxSpec, Task, UsageError
 from rookery.engine.prewarm import PrewarmPlan
@@ -50,6 +61,17 @@ def test_slow_node_gets_less() -> None:
     assert place(nodes, 40, concurrency=40) == {"fast": 30, "slow": 10}
 
 
+def test_node_that_is_busy_with_other_programs_gets_less() -> None:
+    nodes = [node("idle", 4), node("busy", 4)]
+    for _ in range(100):
+        nodes[0].update(memory=1.0, cpu=1.0)
+        nodes[1].update(memory=1.0, cpu=0.5)
+    assert place(nodes, 30, concurrency=60) == {"idle": 20, "busy": 10}
+    nodes = [node("idle", 4), node("busy", 4)]
+    nodes[1].cpu = 0.0
+    assert place(nodes, 30, concurrency=60) == {"idle": 24, "busy": 6}
+
+
 def test_very_slow_node_still_gets_some() -> None:
     nodes = [node("fast", 4, seconds=1.0), node("slow", 4, seconds=1000.0)]
     assert place(nodes, 50, concurrency=50) == {"fast": 40, "slow": 10}
@@ -61,7 +83,7 @@ def test_last_node_does_not_get_everything() -> None:
 
 def test_node_without_memory_and_draining_node_get_nothing() -> None:
     nodes = [node("full"), node("leaving"), node("ok")]
-    nodes[0].update_memory(MIN_MEMORY / 2)
+    nodes[0].update(MIN_MEMORY / 2, cpu=1.0)
     nodes[1].draining = True
     assert place(nodes, 4, concurrency=12) == {"ok": 4}
     assert choose_node(nodes[:2], concurrency=12, total_cpus=6) is None
@@ -72,10 +94,10 @@ def test_attempts_that_started_since_the_last_heartbeat_count_against_the_memory
     for one in (small, large):
         one.running = 4
         one.memory_at_join = 0.9
-    small.update_memory(0.5)  # four attempts use 40% of its memory
-    large.update_memory(0.86)
+    small.update(0.5, cpu=1.0)  # four attempts use 40% of its memory
+    large.update(cpu=1.0, memory=0.86)
     assert place([small, large], 40, concurrency=48) == {"small": 4, "large": 36}
-    small.update_memory(0.5)  # they need less than was expected
+    small.update(0.5, cpu=1.0)  # they need less than was expected
     assert place([small], 40, concurrency=48, total_cpus=16)["small"] > 4
 
 
@@ -166,11 +188,49 @@ def test_speed_is_a_decayed_mean() -> None:
 def test_labels_and_limit_of_a_node_are_read_from_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LABELS_VARIABLE, "zone=b, disk=")
     monkeypatch.setenv(ATTEMPTS_VARIABLE, "7")
-    found = read_resources("n", {"zone": "a", "rack": "1"})
+    found = read_resources("n", NodeResources(3, 2, labels={"zone": "a", "rack": "1"}))
     assert (found.labels, found.attempts) == ({"node": "n", "zone": "b", "disk": "", "rack": "1"}, 7)
-    assert found.cpus >= 1
+    assert (found.cpus, found.gpus) == (3, 2)
+    assert read_resources("n").cpus == len(os.sched_getaffinity(0))
     for name, value in ((LABELS_VARIABLE, "zone"), (LABELS_VARIABLE, "=b"), (ATTEMPTS_VARIABLE, "many")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             with pytest.raises(UsageError):
-                read_resources("n", {})
+                read_resources("n")
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "cache"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_memory_limit_of_a_container_bounds_the_available_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, usage: str, cache: str
+) -> None:
+    folders = tmp_path, tmp_path / "memory"  # of cgroup v2, and of v1
+    folders[1].mkdir()
+
+    def write(name: str, text: str) -> None:
+        for folder in folders:
+            (folder / name).write_text(f"{text}\n")
+
+    write(usage, "800")
+    write("memory.stat", f"anon 500\n{cache} 300")
+    for text, available in (("1000", 0.5), ("400", 0.0), ("max", 1.0)):
+        write(limit, text)
+        assert read_cgroup_memory(tmp_path) == available
+    assert read_cgroup_memory(tmp_path / "none") == 1.0
+    assert 0.0 < read_available_memory() < 1.0
+    write(limit, "501")
+    monkeypatch.setattr(node_resources, "CGROUPS", tmp_path)
+    assert read_available_memory() < 0.01
+
+
+def test_free_cpu_time_is_measured() -> None:
+    meter = CpuMeter()
+    end = time.monotonic() + 60
+    while (free := meter.read_free()) == 1.0:  # this loop keeps one core busy
+        assert time.monotonic() < end
+    assert 0.0 <= free < 1.0

@@ -29,7 +29,8 @@ import msgspec
 
 from rookery.cluster import messages
 from rookery.cluster.authentication import AuthenticationError, connect
-from rookery.cluster.node_resources import read_available_memory, read_resources
+from rookery.cluster.node_resources import CpuMeter, read_available_memory, read_resources
+from rookery.cluster.placement import NodeResources
 from rookery.cluster.token_sender import SharedTokens, TokenSender
 from rookery.core import RookeryError
 from rookery.core.errors import describe
@@ -59,7 +60,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
     port: int
     key: bytes
     node: str
-    labels: dict[str, str] = {}
+    resources: NodeResources | None = None
+    """What the launcher knows of the node's resources; None means that the agent finds out."""
 
 
 class NodeFolder:
@@ -88,13 +90,15 @@ class NodeFolder:
 def remove_leftovers(base: Path) -> list[str]:
     """Remove the directories of agents that are dead, with their sandboxes. Return the directories' names."""
     removed = []
-    with _locked(base):
-        for lock in sorted(base.glob(f"*{LOCK}")):
-            held = _take_lock(lock, create=False)
-            if held is not None:
-                with held:
-                    _remove_folder(base / lock.name.removesuffix(LOCK))
+    with contextlib.ExitStack() as locks:
+        with _locked(base):  # not while sandboxes are removed, which can take long
+            for lock in sorted(base.glob(f"*{LOCK}")):
+                held = _take_lock(lock, create=False)
+                if held is not None:
+                    locks.enter_context(held)
                     removed.append(lock.name.removesuffix(LOCK))
+        for name in removed:
+            _remove_folder(base / name)
     return removed
 
 
@@ -185,8 +189,9 @@ class Membership:
         self._ended.set()
 
     async def _beat(self) -> None:
+        cpu = CpuMeter()
         while True:
-            self._send(messages.NodeBeat(read_available_memory()))
+            self._send(messages.NodeBeat(read_available_memory(), cpu.read_free()))
             before = self._loop.time()
             await asyncio.sleep(messages.BEAT_SECONDS)
             # If this process was late itself, the silence proves nothing.
@@ -231,7 +236,7 @@ class Membership:
 
     async def _prepare(self, welcome: messages.Welcome) -> None:
         base = find_base_folder(self._config.node)
-        resources = read_resources(self._config.node, self._config.labels)
+        resources = read_resources(self._config.node, self._config.resources)
         self._folder = await asyncio.to_thread(NodeFolder, base, f"{welcome.settings.run}-{self._config.node}")
         for name in await asyncio.to_thread(remove_leftovers, base):
             log.warning("removed what a dead agent had left: %s", name)

@@ -1,8 +1,10 @@
 """Start one agent per node: on this machine, or on the nodes of a Ray cluster. Runs in the supervisor.
 
-- An agent ends with the process that started it, because its standard input is then closed.
+- An agent ends with the process that started it, because its standard input is then closed. An agent that dies is
+  started again.
 - On Ray, one actor per node (hard node affinity, restarted without limit) starts the agent of its node. The
   actors belong to the supervisor's Ray job, so that Ray ends them if the supervisor dies.
+- A Ray node without CPUs (`ray start --num-cpus 0`) gets no agent.
 - Nodes that join the Ray cluster later get an agent within `POLL_SECONDS`. The death of a node is reported.
 - Ray transports only the arguments of these actors. The agents' connections are Rookery's own.
 """
@@ -13,8 +15,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -22,20 +26,26 @@ import msgspec
 from rookery.cluster.agent import AgentConfig
 from rookery.cluster.node_pool import NodePool
 from rookery.cluster.node_resources import list_cores
+from rookery.cluster.placement import NodeResources
 from rookery.core import UsageError
 from rookery.core.errors import describe
 
 POLL_SECONDS = 1.0
+RESTART_SECONDS = 1.0
+"""Seconds after which an agent that has died is started again."""
+RETRY_SECONDS = 10.0
+"""Seconds after which an actor that Ray could not start is started again."""
 STOP_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
 log = logging.getLogger("rookery.cluster")
 
 
 class AgentProcess:
-    """An agent as a child process of this one. As a Ray actor it is restarted with the same configuration.
+    """An agent as a child process of this one. A thread starts it, and starts it again if it dies.
 
-    `prefix` is the beginning of its command line, for a program that prepares the process and then executes the
-    rest. `cores` are the numbers of the CPU cores that it and its child processes may use; empty means all.
+    As a Ray actor it is restarted with the same configuration. `prefix` is the beginning of its command line, for
+    a program that prepares the process and then executes the rest. `cores` are the numbers of the CPU cores that
+    it and its child processes may use; empty means all.
     """
 
     def __init__(self, config: bytes, prefix: Sequence[str] = (), cores: Collection[int] = ()) -> None:
@@ -43,27 +53,45 @@ class AgentProcess:
         self._prefix = prefix
         self._cores = cores
         self._process: subprocess.Popen[bytes] | None = None
-        self.ensure()
+        self._stopping = threading.Event()
+        self._starting = threading.Lock()
+        """Held while the agent is started, so that none is started after `stop`."""
+        threading.Thread(target=self._maintain, daemon=True).start()
 
-    def ensure(self) -> int:
-        """Start the agent if it is not running, unless it has left the run in an orderly way. Return its PID."""
-        if self._process is None or self._process.poll() not in (None, 0):
-            self._process = subprocess.Popen(
-                [*self._prefix, sys.executable, "-m", "rookery.cluster.agent"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            assert self._process.stdin is not None
-            if self._cores:  # before the agent can start anything, because it has no configuration yet
-                os.sched_setaffinity(self._process.pid, self._cores)
-            self._process.stdin.write(self._config + b"\n")
-            self._process.stdin.flush()
-        return self._process.pid
+    def _maintain(self) -> None:
+        """Start the agent, and start it again whenever it dies, until it leaves the run in an orderly way."""
+        while True:
+            with self._starting:
+                if self._stopping.is_set():
+                    return
+                try:
+                    self._process = self._start()
+                except OSError as error:  # tried again; without any node the run stops
+                    log.warning("the agent cannot be started: %s", describe(error))
+            if self._process is not None and self._process.wait() == 0:
+                return
+            self._stopping.wait(RESTART_SECONDS)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [*self._prefix, sys.executable, "-m", "rookery.cluster.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        if self._cores:  # before the agent can start anything, because it has no configuration yet
+            os.sched_setaffinity(process.pid, self._cores)
+        with suppress(BrokenPipeError):  # it has died already
+            process.stdin.write(self._config + b"\n")
+            process.stdin.flush()
+        return process
 
     def stop(self) -> None:
         """Let the agent clean its node, and wait until it has ended. Kill it after `STOP_SECONDS`."""
-        process, self._process = self._process, None
+        with self._starting:
+            self._stopping.set()
+        process = self._process
         if process is None:
             return
         assert process.stdin is not None
@@ -75,9 +103,9 @@ class AgentProcess:
             process.wait()
 
 
-def encode_config(supervisor: AgentConfig, node: str, labels: dict[str, str] | None = None) -> bytes:
+def encode_config(supervisor: AgentConfig, node: str, resources: NodeResources | None = None) -> bytes:
     """Return the first line of the standard input of a node's agent, without the newline."""
-    return msgspec.json.encode(msgspec.structs.replace(supervisor, node=node, labels=labels or {}))
+    return msgspec.json.encode(msgspec.structs.replace(supervisor, node=node, resources=resources))
 
 
 class LocalLauncher:
@@ -104,7 +132,6 @@ class LocalLauncher:
                 f"use {len(self._cores)}"
             )
         self.agents: dict[str, AgentProcess] = {}
-        self._watching: asyncio.Task[None] | None = None
 
     @property
     def cpus(self) -> int:
@@ -120,20 +147,8 @@ class LocalLauncher:
                 size = self._cores_per_node
                 cores = self._cores[(number - 1) * size : number * size]
                 self.agents[name] = AgentProcess(encode_config(supervisor, name), cores=cores)
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            for name, agent in self.agents.items():
-                try:
-                    agent.ensure()
-                except OSError as error:  # tried again; without any node the run stops
-                    log.warning("the agent of %s cannot be started: %s", name, describe(error))
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
         await asyncio.gather(*(asyncio.to_thread(agent.stop) for agent in self.agents.values()))
         self.agents.clear()
 
@@ -157,6 +172,8 @@ class RayLauncher:
         self._started_ray = False
         self._actors: dict[str, Any] = {}
         """The actor of each live node, by Ray's node ID."""
+        self._unready: dict[str, Any] = {}
+        """References to the results of actors whose start has not been confirmed."""
         self._watching: asyncio.Task[None] | None = None
         self._supervisor: AgentConfig | None = None
         self._on_lost: Callable[[str, str], None] = lambda _node, _why: None
@@ -207,29 +224,44 @@ class RayLauncher:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _update_actors(self) -> None:
-        """Start actors on new nodes, report dead nodes, and start agents again that have ended."""
+        """Start actors on new nodes, and report dead nodes."""
         nodes = await asyncio.to_thread(self._ray.nodes)
-        alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
-        self.cpus = max(1, round(sum(node["Resources"].get("CPU", 0) for node in alive.values())))
+        alive = {node["NodeID"]: node for node in nodes if node["Alive"] and count_cpus(node)}
+        self.cpus = sum(map(count_cpus, alive.values()))
         for node_id in alive.keys() - self._actors.keys():
-            self._actors[node_id] = await asyncio.to_thread(self._start_actor, alive[node_id])
+            actor = self._actors[node_id] = await asyncio.to_thread(self._start_actor, alive[node_id])
+            self._unready[node_id] = actor.__ray_ready__.remote()
         for node in nodes:
             if not node["Alive"] and self._actors.pop(node["NodeID"], None) is not None:
+                self._unready.pop(node["NodeID"], None)
                 self._on_lost(name_node(node["NodeID"]), "Ray reports that the node is dead")
-        for actor in self._actors.values():
-            with suppress(self._ray.exceptions.PendingCallsLimitExceeded):  # the actor is being restarted
-                actor.ensure.remote()
+        for node_id, reference in list(self._unready.items()):
+            if (error := await asyncio.to_thread(self._find_error, reference)) is not None:
+                del self._unready[node_id]
+                if error:
+                    log.warning("the agent of node %s cannot be started: %s", name_node(node_id), error)
+                    asyncio.get_running_loop().call_later(RETRY_SECONDS, self._actors.pop, node_id, None)
+
+    def _find_error(self, reference: Any) -> str | None:
+        """Return why an actor could not be started, "" if it is running, or None if that is not known yet."""
+        if not self._ray.wait([reference], timeout=0)[0]:
+            return None
+        try:
+            self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            return describe(error)
+        return ""
 
     def _start_actor(self, node: dict[str, Any]) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         assert self._supervisor is not None
-        actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_pending_calls=8)(
-            AgentProcess
-        )
+        actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(AgentProcess)
         node_id: str = node["NodeID"]
         affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        config = encode_config(self._supervisor, name_node(node_id), node.get("Labels"))
+        gpus = int(node["Resources"].get("GPU", 0))
+        resources = NodeResources(count_cpus(node), gpus, labels=node.get("Labels") or {})
+        config = encode_config(self._supervisor, name_node(node_id), resources)
         return actor.options(scheduling_strategy=affinity).remote(config)
 
     async def close(self) -> None:
@@ -240,16 +272,19 @@ class RayLauncher:
 
     def _close(self) -> None:
         actors, self._actors = self._actors, {}
-        stopping = []
-        for actor in actors.values():
-            with suppress(self._ray.exceptions.PendingCallsLimitExceeded):
-                stopping.append(actor.stop.remote())
+        stopping = [actor.stop.remote() for actor in actors.values()]
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS + 5.0)
         for actor in actors.values():
             self._ray.kill(actor)
         if self._started_ray:
             self._ray.shutdown()
+
+
+def count_cpus(node: dict[str, Any]) -> int:
+    """Return the number of CPUs that a Ray node was started with."""
+    cpus: float = node["Resources"].get("CPU", 0)
+    return ceil(cpus)
 
 
 def name_node(node_id: str) -> str:

@@ -83,9 +83,10 @@ class NodeReady(msgspec.Struct, frozen=True, tag=0, array_like=True):
 
 
 class NodeBeat(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """Sent every `BEAT_SECONDS`, with the fraction of the node's memory that is available."""
+    """Sent every `BEAT_SECONDS`, with the fractions of the node's memory and CPU time that are available."""
 
     memory: float
+    cpu: float
 
 
 class RunnerExited(msgspec.Struct, frozen=True, tag=2, array_like=True):

@@ -224,9 +224,9 @@ class Node:
             return
         self.heard = asyncio.get_running_loop().time()
         match message:
-            case messages.NodeBeat(memory):
+            case messages.NodeBeat(memory, cpu):
                 self.count_running()
-                self.load.update_memory(memory)
+                self.load.update(memory, cpu)
                 self.send(messages.Beat())
             case messages.Collected():
                 self.pool.on_collected(message)
@@ -659,6 +659,7 @@ class NodePool:
                 "runners": len(node.runners),
                 "in_flight": node.count_running(),
                 "memory_available": round(node.load.memory, 3),
+                "cpu_available": round(node.load.cpu, 3),
                 "seconds_per_attempt": round(node.load.seconds, 3),
                 "draining": node.load.draining,
             }

@@ -1,7 +1,8 @@
 """Decide which node gets the next attempt. Used by the supervisor; does no I/O.
 
 - An attempt goes to the node with the fewest running attempts relative to its weight. The weight is the number
-  of CPUs times the node's relative speed, so that a slow node gets less.
+  of CPUs times the fraction of their time that is free times the node's relative speed. So a node that is slow, or
+  busy with other programs, gets less.
 - A node gets at most `MAX_OVERLOAD` times its share of the run's concurrency, also if the other nodes are gone.
   Its GPUs and its own limit may allow less.
 - A node gets no attempt that would probably leave less than `MIN_MEMORY` of its memory available. What an attempt
@@ -22,7 +23,10 @@ MIN_MEMORY = 0.03
 MAX_OVERLOAD = 2.0
 MIN_SPEED = 0.25
 """A slow node is never weighted below this fraction, so that its speed continues to be measured."""
+MIN_FREE_CPU = 0.25
+"""A busy node is never weighted below this fraction: the run itself may keep its cores busy."""
 DECAY = 0.95
+CPU_DECAY = 0.8
 
 
 class NodeResources(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +53,8 @@ class NodeLoad(msgspec.Struct):
     """Number of GPUs that the running attempts need."""
     memory: float = 1.0
     """The fraction of the node's memory that was available at its last heartbeat."""
+    cpu: float = 1.0
+    """The decayed mean of the fraction of the node's CPU time that was free."""
     memory_at_join: float = 1.0
     running_at_beat: int = 0
     """Number of running attempts at the last heartbeat."""
@@ -60,9 +66,10 @@ class NodeLoad(msgspec.Struct):
         """Take the duration of an attempt that has ended into account."""
         self.seconds = DECAY * self.seconds + (1 - DECAY) * seconds if self.seconds else seconds
 
-    def update_memory(self, available: float) -> None:
-        """Take a heartbeat into account, with the fraction of the memory that is available now."""
-        self.memory, self.running_at_beat = available, self.running
+    def update(self, memory: float, cpu: float) -> None:
+        """Take a heartbeat into account, with the fractions of memory and CPU time that are available now."""
+        self.memory, self.running_at_beat = memory, self.running
+        self.cpu = CPU_DECAY * self.cpu + (1 - CPU_DECAY) * cpu
 
     @property
     def memory_after_next(self) -> float:
@@ -84,8 +91,9 @@ class NodeLoad(msgspec.Struct):
         return required is NO_REQUIREMENTS or self.resources.meets(required, self.gpus_used)
 
     def weigh(self, fastest: float) -> float:
-        """Return the weight of the node: CPUs times its speed relative to a node whose attempts take `fastest`."""
-        return self.resources.cpus * (max(MIN_SPEED, fastest / self.seconds) if self.seconds else 1.0)
+        """Return the weight of the node. Its speed is relative to a node whose attempts take `fastest` seconds."""
+        speed = max(MIN_SPEED, fastest / self.seconds) if self.seconds else 1.0
+        return self.resources.cpus * max(MIN_FREE_CPU, self.cpu) * speed
 
 
 def compute_limit_per_cpu(concurrency: int, total_cpus: int) -> float:

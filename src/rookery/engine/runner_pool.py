@@ -144,6 +144,11 @@ class RunnerPool:
             async with asyncio.timeout(READY_SECONDS):
                 await self._ready.wait()
         except TimeoutError as error:
+            if self.cluster is not None and not self.cluster.describe():
+                raise Stopped(
+                    f"no node of the cluster has joined after {READY_SECONDS:g} seconds: check that Rookery is "
+                    "installed on the nodes and that they can connect to this machine"
+                ) from error
             raise Stopped(
                 f"no runner process was ready after {READY_SECONDS:g} seconds: read {self.settings.folder}/logs"
             ) from error
