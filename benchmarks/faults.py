@@ -65,7 +65,7 @@ LAST_KILL = 0.9
 """No process is killed after this fraction of the rollouts, so that the end of the campaign is bounded."""
 DAMAGED = 5
 """The number of rollouts whose tokens are damaged after the run."""
-STALL_SECONDS = 300.0
+STALL_SECONDS = 600.0
 """The campaign fails if no rollout finishes for this long."""
 FULL_SECONDS = 120.0
 """The campaign fails if a full disk is not noticed for this long."""

@@ -263,11 +263,13 @@ async def test_drained_node_finishes_its_attempts_and_leaves(
         await model.wait_for_requests(8)
         with pytest.raises(UsageError):
             await engine.drain("node-9")
-        draining = asyncio.create_task(engine.drain("node-1"))
-        await wait_for_nodes(engine, 1)
-        assert not draining.done()
-        model.release.set()
-        await asyncio.wait_for(draining, 60)
+        assert engine.folder is not None
+        async with await Engine.connect(engine.folder) as operator:
+            draining = asyncio.create_task(operator.drain("node-1"))
+            await wait_for_nodes(engine, 1)
+            assert not draining.done()
+            model.release.set()
+            await asyncio.wait_for(draining, 60)
         groups = await asyncio.wait_for(running, 60)
         assert [node["node"] for node in (await engine.status())["nodes"]] == ["node-2"]
     assert all(len(rollout.attempts) == 1 for group in groups for rollout in group.rollouts)

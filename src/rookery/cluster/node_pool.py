@@ -53,7 +53,7 @@ from rookery.telemetry import REGISTRY
 from rookery.upstreams.pause import PauseCoordinator
 from rookery.upstreams.protocol import PauseMode
 
-NO_NODE_SECONDS = 120.0
+NO_NODE_SECONDS = 300.0
 MAX_COLLECTOR_DEATHS = 10
 COLLECTOR_LOST_SECONDS = 60.0
 UNCOLLECTED_SECONDS = 120.0

@@ -251,6 +251,8 @@ class _Client:
                 if holder in self._pauses:
                     self._pauses.remove(holder)
                 return await engine.supervisor.pool.pauses.resume(args.get("version"), holder)
+            case "drain":
+                return await engine.drain(args["node"])
             case "state_dict":
                 return engine.state_dict()
             case "load_state_dict":

@@ -170,6 +170,10 @@ class RemoteEngine(AsyncClosesOnExit):
         finally:
             await self.resume(holder=holder)
 
+    async def drain(self, node: str) -> None:
+        """Take a node out of the run and wait until it has left, as `Engine.drain` does."""
+        await self.call("drain", node=node)
+
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await self.call("status")
         return status

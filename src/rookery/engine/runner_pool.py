@@ -40,7 +40,7 @@ from rookery.telemetry import REGISTRY
 from rookery.upstreams.pause import PauseCoordinator
 from rookery.upstreams.protocol import PauseMode
 
-READY_SECONDS = 120.0
+READY_SECONDS = 300.0
 MAX_IDLE_DEATHS = 3
 """The run stops after this many runners in a row died while they ran no attempt: a new one would die as well."""
 TICK = 1.0
