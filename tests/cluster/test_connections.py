@@ -6,15 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from rookery.cluster import authentication
+from rookery.cluster import agent, authentication
 from rookery.cluster import collector as collector_module
-from rookery.cluster.agent import AgentConfig, Membership
+from rookery.cluster.agent import FOLDER_VARIABLE, AgentConfig, Membership, NodeFolder
 from rookery.cluster.authentication import AuthenticationError, accept, accept_clients, connect, listen
 from rookery.cluster.collector import CollectedFiles
 from rookery.cluster.messages import (
@@ -26,11 +27,15 @@ from rookery.cluster.messages import (
     Join,
     Leave,
     StartRunner,
+    Welcome,
     from_collector_decoder,
 )
 from rookery.cluster.node_pool import NodePool
 from rookery.cluster.token_sender import TokenSender
+from rookery.core import Limits, SandboxSpec
 from rookery.engine.framing import FramedConnection
+from rookery.engine.runner_protocol import RunSettings
+from rookery.environments.loader import EnvironmentRef
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 JOIN = Join("runner", "node-1", "runner-7")
@@ -160,6 +165,40 @@ async def test_agent_starts_nothing_after_its_membership_has_ended() -> None:
     assert not membership._tasks
     membership._on_message(Leave())
     assert membership.leaving
+
+
+async def test_directory_that_is_being_created_when_the_membership_ends_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    creating, ended = threading.Event(), threading.Event()
+
+    class SlowFolder(NodeFolder):
+        def __init__(self, base: Path, name: str) -> None:
+            creating.set()
+            assert ended.wait(60)
+            super().__init__(base, name)
+
+    nodes = tmp_path / "nodes"
+    monkeypatch.setenv(FOLDER_VARIABLE, str(nodes))
+    monkeypatch.setattr(agent, "NodeFolder", SlowFolder)
+    settings = RunSettings(
+        run="run",
+        folder=str(tmp_path),
+        environment=EnvironmentRef(source=""),
+        upstreams={},
+        sandbox=SandboxSpec(),
+        limits=Limits(),
+    )
+    membership = Membership(AgentConfig("127.0.0.1", 1, KEY, "node-1"))
+    membership._on_message(Welcome(settings, 1, needs_gateway=False))
+    assert await asyncio.to_thread(creating.wait, 60)
+    membership._on_lost(None)
+    cleaning = asyncio.create_task(membership._clean_up())
+    while membership._tasks:
+        await asyncio.sleep(0)
+    ended.set()
+    await asyncio.wait_for(cleaning, 60)
+    assert list(nodes.iterdir()) == []
 
 
 class BrokenLauncher:

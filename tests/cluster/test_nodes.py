@@ -64,8 +64,8 @@ def count_nodes(engine: Engine) -> int:
     return len({runner.node for runner in engine.supervisor.pool.runners if runner.is_shared})
 
 
-async def wait_for_nodes(engine: Engine, number: int) -> None:
-    await wait_until(lambda: count_nodes(engine) == number)
+async def wait_for_nodes(engine: Engine, number: int, seconds: float = 60.0) -> None:
+    await wait_until(lambda: count_nodes(engine) == number, seconds)
 
 
 async def test_every_node_takes_part_and_all_tokens_are_collected(

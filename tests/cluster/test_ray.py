@@ -27,7 +27,9 @@ from tests.engine.crash_run import TASKS, K
 from tests.engine.test_crash import start  # noqa: F401  (a fixture)
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+SECONDS = 240.0
+"""A Ray node needs several processes, which start slowly on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +104,20 @@ async def test_killed_node_is_replaced_and_a_new_node_joins(
         runners=1,
         concurrency=9,
         retry=RetryPolicy(base=0.001),
-        limits=Limits(run=200.0),
+        limits=Limits(run=4 * SECONDS),
         listen="tcp://127.0.0.1:0",
     )
     async with engine:
-        await wait_for_nodes(engine, 3)
+        await wait_for_nodes(engine, 3, SECONDS)
         running = asyncio.create_task(collect(engine, [f"hold {n}" for n in range(18)]))
         await model.wait_for_requests(9)
         victim = ray_cluster.list_all_nodes()[-1]
         await asyncio.to_thread(ray_cluster.remove_node, victim, allow_graceful=False)
-        await wait_for_nodes(engine, 2)
+        await wait_for_nodes(engine, 2, SECONDS)
         ray_cluster.add_node(num_cpus=1)  # in the main thread, as Ray requires
-        await wait_for_nodes(engine, 3)
+        await wait_for_nodes(engine, 3, SECONDS)
         model.release.set()
-        groups = await asyncio.wait_for(running, 90)
+        groups = await asyncio.wait_for(running, SECONDS)
         trainer = ray_cluster.list_all_nodes()[-1].node_id
         read = await asyncio.to_thread(run_on_another_node, ray_cluster, read_groups, engine.control_url)
     assert read == [(trainer, 1), (trainer, 1)]
@@ -151,7 +153,7 @@ async def test_run_on_ray_is_resumed_on_another_node_after_its_supervisor_was_ki
         written = list(reader.iter_rollouts())
         assert Counter(record.id for record in written) == {f"{g}.{m}": 1 for g in range(TASKS) for m in range(K)}
         assert all(record.outcome == Completed() and len(reader.turns(record)) == 1 for record in written)
-    await wait_until(lambda: not list(Path(os.environ[FOLDER_VARIABLE]).glob("*")))
+    await wait_until(lambda: not list(Path(os.environ[FOLDER_VARIABLE]).glob("*")), SECONDS)
 
 
 @pytest.fixture
@@ -179,7 +181,7 @@ async def separate_node(ray_cluster: Any) -> AsyncIterator[str]:
         stdout=subprocess.DEVNULL,
     ) as process:
         try:
-            await wait_until(lambda: len(list_names() - before) == 1, 150)
+            await wait_until(lambda: len(list_names() - before) == 1, SECONDS)
             yield (list_names() - before).pop()
         finally:
             process.kill()
@@ -193,7 +195,7 @@ async def test_leftovers_are_found_on_a_node_with_its_own_processes_mounts_and_f
     env = "tests.engine.envs:WithSandbox"
     async with build_engine(model, tmp_path, env=env, cluster=f"ray:{ray_cluster.address}") as engine:
         await wait_until(
-            lambda: separate_node in {one.node for one in engine.supervisor.pool.runners if one.ready}
+            lambda: separate_node in {one.node for one in engine.supervisor.pool.runners if one.ready}, SECONDS
         )
         tasks = [{"prompt": "hold", "node_labels": {"node": separate_node}}]
         running = asyncio.create_task(collect(engine, tasks))
@@ -203,7 +205,7 @@ async def test_leftovers_are_found_on_a_node_with_its_own_processes_mounts_and_f
         await asyncio.to_thread(machines.update_cgroups)
         found = await asyncio.to_thread(machines.find_leftovers, run)
         model.release.set()
-        groups = await asyncio.wait_for(running, 90)
+        groups = await asyncio.wait_for(running, SECONDS)
     assert groups[0].rollouts[0].outcome == Completed()
     prefix = f"node {separate_node}: "
     left = [one.removeprefix(prefix) for one in found if one.startswith(prefix)]
@@ -212,3 +214,37 @@ async def test_leftovers_are_found_on_a_node_with_its_own_processes_mounts_and_f
     assert files
     assert not any(path.exists() for path in files)  # they cannot be seen from here
     assert await asyncio.to_thread(machines.find_leftovers, run) == []
+
+
+RUN_ON_A_NEW_CLUSTER = """
+import asyncio, pathlib, sys
+from rookery import Engine
+
+async def main():
+    async with Engine("arithmetic", policy="embedded", out=sys.argv[1], cluster="ray", runners=1) as engine:
+        async for group in engine.groups(want=1):
+            print(type(group.rollouts[0].outcome).__name__)
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            if (folder / "cmdline").read_bytes().split(bytes(1))[0].endswith(b"/raylet"):
+                print(b"RAY_USAGE_STATS_ENABLED=0" in (folder / "environ").read_bytes().split(bytes(1)))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.needs("mount")
+@pytest.mark.needs("network namespaces")
+def test_new_ray_cluster_reports_no_usage(tmp_path: Path) -> None:
+    """In namespaces, so that no Ray cluster is running there and the new one ends with the command."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    removed = ("RAY_USAGE_STATS_ENABLED", "RAY_ADDRESS")
+    env = {name: value for name, value in os.environ.items() if name not in removed}
+    env |= {"RAY_TMPDIR": str(folder), FOLDER_VARIABLE: str(folder / "nodes"), "HOME": str(folder)}
+    namespaces = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    program = [sys.executable, "-c", RUN_ON_A_NEW_CLUSTER, str(tmp_path)]
+    command = [*namespaces, "sh", "-c", 'ip link set lo up && "$@"', "sh", *program]
+    try:
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, text=True, timeout=3 * SECONDS)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.stdout.split() == ["Completed", "True"]

@@ -157,6 +157,8 @@ class Membership:
         self._changed = asyncio.Event()
         """Set when a runner has ended."""
         self._heard = self._loop.time()
+        self._creating_folder: asyncio.Task[NodeFolder] | None = None
+        """Is not cancelled, so that a directory that it creates is always removed."""
         self._folder: NodeFolder | None = None
         self._keeper: RunKeeper | None = None
         self._gateway: RunGateway | None = None
@@ -237,7 +239,9 @@ class Membership:
     async def _prepare(self, welcome: messages.Welcome) -> None:
         base = find_base_folder(self._config.node)
         resources = read_resources(self._config.node, self._config.resources)
-        self._folder = await asyncio.to_thread(NodeFolder, base, f"{welcome.settings.run}-{self._config.node}")
+        name = f"{welcome.settings.run}-{self._config.node}"
+        self._creating_folder = self._loop.create_task(asyncio.to_thread(NodeFolder, base, name))
+        self._folder = await asyncio.shield(self._creating_folder)
         for name in await asyncio.to_thread(remove_leftovers, base):
             log.warning("removed what a dead agent had left: %s", name)
         folder = self._folder.path
@@ -333,8 +337,9 @@ class Membership:
                     await service.close()
                 except (RookeryError, OSError) as error:
                     log.error("a service of the node could not be closed: %s", describe(error))
-        if self._folder is not None:
-            await asyncio.to_thread(self._folder.remove)
+        if self._creating_folder is not None:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread((await self._creating_folder).remove)
         self._connection.close()
 
 
