@@ -100,6 +100,7 @@ class Nodes:
         os.environ["RAY_TMPDIR"] = str(folder)  # leaves the address of another Ray cluster of the user alone
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # the default is 15
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
         os.environ["TMPDIR"] = str(folder / "tmp")
         os.environ[FOLDER_VARIABLE] = str(self._folders[False])

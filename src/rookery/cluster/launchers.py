@@ -188,17 +188,22 @@ class RayLauncher:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not ray.is_initialized():
             self._check_address()
-            options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "rookery"}
             try:
-                ray.init(address=self._address or "auto", **options)
-            except ConnectionError as error:
-                if self._address:
-                    raise UsageError(
-                        f"the Ray cluster {self._address} cannot be reached: {describe(error)}"
-                    ) from error
-                ray.init(**options)
+                self._join_or_start()
+            except Exception as error:  # Ray raises plain exceptions, for example if its versions differ
+                cluster = f"the Ray cluster {self._address}" if self._address else "a Ray cluster"
+                raise UsageError(f"{cluster} cannot be joined: {describe(error)}") from error
             self._started_ray = True
         return str(ray.util.get_node_ip_address())
+
+    def _join_or_start(self) -> None:
+        options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "rookery"}
+        try:
+            self._ray.init(address=self._address or "auto", **options)
+        except ConnectionError:
+            if self._address:
+                raise
+            self._ray.init(include_dashboard=False, **options)
 
     def _check_address(self) -> None:
         """Raise `UsageError` if nothing listens at the address, where Ray itself would wait for minutes."""
