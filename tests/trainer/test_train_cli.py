@@ -1,6 +1,7 @@
 """The command `rookery train`: options, the `[train]` table, events and exit codes."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,46 @@ def test_dry_run_shows_the_settings_of_training(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--steps", "5", "--policy", "http://localhost:1"],
+        ["--steps", "5", "--push", "vllm", "--server", "http://localhost:1"],
+        ["--steps", "5", "--temperature", "0.5"],
+        ["--steps", "5", "--record", "plain"],
+        ["--steps", "5", "--quotas", "nothing=0.5"],
+        ["--steps", "5", "--save", "."],
+    ],
+)
+def test_dry_run_reports_what_prevents_the_start(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert run_app(["train", PARITY, *arguments, "--dry-run", "--json"]) == 2
+    assert len(json.loads(capfd.readouterr().out.splitlines()[-1])["problems"]) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--lora-rank", "4"], ["--log-to", "wandb"], ["--plot"], []])
+def test_missing_packages_are_reported_before_the_start(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for package in ("peft", "wandb", "matplotlib", *(() if arguments else ("torch",))):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(setup, "find_spec", lambda name: name if sys.modules.get(name, name) else None)
+    assert run_app(["train", PARITY, "--steps", "1", *SHORT, *arguments]) == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_train_writes_events_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch", reason="[probed] this machine has no torch")
     monkeypatch.chdir(tmp_path)
-    assert run_app(["train", PARITY, "--steps", "2", "--json", "--metrics", "127.0.0.1:0", *SHORT]) == 0
+    (tmp_path / "rookery.toml").write_text(f'[run]\nenv = "{PARITY}"\n[train]\nsteps = 2\n')
+    assert run_app(["train", "--json", "--metrics", "127.0.0.1:0", *SHORT]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     events = ["started", "metrics", "evaluation", "step", "step", "evaluation", "finished"]
     assert [line["event"] for line in lines] == events
@@ -205,6 +240,7 @@ def test_train_writes_events_and_resumes(
     assert read_settings(folder).train.groups == 3
 
     assert run_app(["train", "--resume", "latest", "--steps", "3"]) == 0
+    assert run_app(["train", PARITY, "--resume", "latest"]) == 2
     assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 2, 3, 3]
     assert "step 3" in capfd.readouterr().err
 

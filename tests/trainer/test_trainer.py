@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from rookery import Stopped, UsageError
 from rookery.trainer import TrainConfig, TrainingError, read_metrics, read_settings, resume_training
+from rookery.trainer.errors import memory_errors
 from rookery.trainer.ratios import read_ratios
 from rookery.training import BatchError
 from rookery.upstreams.embedded import Weights, load_builtin_weights
@@ -366,19 +367,33 @@ def test_a_loss_that_is_not_finite_is_not_applied(tmp_path: Path, monkeypatch: p
     assert resume_training(trainer.folder.path, env=Parity()).train().steps == 3
 
 
-def test_out_of_memory_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def raise_gpu_error() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [raise_gpu_error, lambda: torch.zeros(1 << 46), lambda: np.zeros(1 << 46)],
+    ids=["gpu", "cpu", "numpy"],
+)
+def test_out_of_memory_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], Any]
+) -> None:
     from rookery.trainer import loop
 
-    trainer = train(Parity(), tmp_path, steps=1, lag=0, eval_tasks=0)
-
-    def exhaust(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(loop, "token_logprobs", exhaust)
+    trainer = train(Parity(), tmp_path, steps=2, lag=0, eval_tasks=0)
+    monkeypatch.setattr(loop, "token_logprobs", lambda *_, **__: allocate())
     with pytest.raises(TrainingError) as caught:
         trainer.train()
     assert caught.value.reason == "memory"
     assert "row-tokens" in str(caught.value)
+    monkeypatch.undo()
+    assert resume_training(trainer.folder.path, env=Parity(), row_tokens=64).train().steps == 2
+
+
+def test_other_errors_of_torch_are_not_taken_for_missing_memory() -> None:
+    with pytest.raises(RuntimeError, match="illegal"), memory_errors(1, 512):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 @pytest.mark.parametrize("refill", [True, False])
@@ -513,3 +528,9 @@ def test_plots_are_written_as_png_and_svg(tmp_path: Path) -> None:
 def test_incomplete_rows_of_metrics_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(msgspec.json.encode({"step": 1}) + b'\n{"step":')
     assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_the_training_loop_has_at_most_400_lines() -> None:
+    from rookery.trainer import loop
+
+    assert len(Path(loop.__file__).read_text().splitlines()) <= 400

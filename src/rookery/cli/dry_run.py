@@ -8,7 +8,7 @@ Guarantees:
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +51,31 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def dry_run(
-    ctx: click.Context, values: dict[str, Any], events: "JsonLines | None", more: Sequence[str] = ()
+    ctx: click.Context,
+    values: dict[str, Any],
+    events: "JsonLines | None",
+    more: Sequence[str] = (),
+    check: "Callable[[Environment, EngineConfig], None] | None" = None,
 ) -> int:
-    """Show the settings of the run and of the options `more`; return the exit code."""
+    """Show the settings of the run and of the options `more`; return the exit code.
+
+    `check` raises `UsageError` for a further problem that would prevent the start.
+    """
     from rookery.environments import load_environment
 
     config = build_engine_config(ctx, values)
     environment = load_environment(config.environment, **config.arguments)
     tasks = select_tasks(environment, values)
     rows = _collect_settings(ctx, values, config, environment)
+    if "group_size" in more:  # it replaces the rollouts per task
+        rows = [row for row in rows if row.name != "per-task"]
     rows += [Setting(name.replace("_", "-"), values[name], describe_origin(ctx, name)) for name in more]
     problems = _find_problems(config, values["out"])
+    try:
+        if check is not None:
+            check(environment, config)
+    except UsageError as error:
+        problems.append(str(error))
     code = Exit.USAGE if problems else Exit.OK
     if events is not None:
         events.write(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from rookery.cli.progress import JsonLines
+    from rookery.engine import EngineConfig
+    from rookery.environments import Environment
     from rookery.trainer import Trainer, TrainResult
 
 _HELP = """Train a policy on ENV, and evaluate it on held-out tasks.
@@ -64,10 +66,11 @@ def train(ctx: click.Context, /, **values: Any) -> int:
         if len(values["policy"]) > 1:
             raise UsageError("one policy is trained: pass --policy once")
         if values["dry_run"]:
-            from rookery.cli.dry_run import dry_run
+            return _dry_run(ctx, values, events)
+        if values["plot"]:
+            from rookery.trainer.plot import import_pyplot
 
-            TrainConfig(**_select_settings(values))  # refuses settings that contradict each other
-            return dry_run(ctx, values, events, TrainConfig.__struct_fields__)
+            import_pyplot()
         trainer = _resume(ctx, values) if values["resume"] else _start(ctx, values)
         return _train(trainer, events, plot=values["plot"])
     except RookeryError as error:
@@ -80,20 +83,34 @@ def _select_settings(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in TrainConfig.__struct_fields__}
 
 
+def _dry_run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None") -> int:
+    """Show the settings of a new training run, and the problems that would prevent its start."""
+    from rookery.cli.dry_run import dry_run
+    from rookery.trainer.setup import check_config, check_engine, check_quotas, choose_learning_rate
+
+    if values["resume"]:
+        raise UsageError("--dry-run shows a new run: leave out --resume")
+    config, policy = TrainConfig(**_select_settings(values)), values["policy"][0]
+
+    def check(environment: "Environment", engine: "EngineConfig") -> None:
+        check_config(config, policy)
+        check_engine(environment, engine, engine.upstreams["policy"].sampling)
+        check_quotas(environment, config)
+
+    shown = _select_settings(values) | {"learning_rate": choose_learning_rate(config, policy)}
+    return dry_run(ctx, values | shown | {"per_task": config.group_size}, events, list(shown), check)
+
+
 def _start(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
     import msgspec
 
     from rookery.cli.run import select_tasks
-    from rookery.engine.config import refuse_training
     from rookery.environments import load_environment
     from rookery.trainer import Trainer
     from rookery.upstreams import absolute_address
 
     config = TrainConfig(**_select_settings(values))
-    if config.steps is None and config.minutes is None:
-        raise UsageError("set --steps or --minutes: training has no end otherwise")
     engine = build_engine_config(ctx, values | {"policy": ()})
-    refuse_training(engine)
     stream = {**engine.stream, "variables": values["variables"]}
     tasks = None
     if values["tasks"] or values["num_tasks"]:
@@ -121,7 +138,7 @@ def _resume(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
     from rookery.environments import load_environment
     from rookery.trainer import find_training_run, read_settings, resume_training
 
-    if values["env"]:
+    if values["env"] and ctx.get_parameter_source("env") is ParameterSource.COMMANDLINE:
         raise UsageError("--resume continues a run with its own environment: leave out ENV")
     folder = find_training_run(values["resume"], Path(values["out"]))
     changes = {

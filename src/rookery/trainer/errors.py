@@ -1,6 +1,8 @@
 """Errors of the trainer."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rookery.core import RookeryError
@@ -44,13 +46,21 @@ def not_finite_error(loss: float, norm: float) -> TrainingError:
     )
 
 
-def memory_error(step: int, row_tokens: int) -> TrainingError:
-    """Return the error for a step that needs more memory than the device has."""
-    return TrainingError(
-        f"out of memory in step {step} with rows of {row_tokens} tokens: "
-        "continue with --resume and a smaller --row-tokens, or use --lora-rank",
-        reason="memory",
-    )
+@contextmanager
+def memory_errors(step: int, row_tokens: int) -> Iterator[None]:
+    """Context manager that raises `TrainingError` if the training step in it runs out of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch raises `OutOfMemoryError` for a GPU, and a plain `RuntimeError` for a CPU.
+        known = any(text in str(error) for text in ("out of memory", "can't allocate memory"))
+        if not known and not isinstance(error, MemoryError):
+            raise
+        raise TrainingError(
+            f"out of memory in step {step} with rows of {row_tokens} tokens: "
+            "continue with --resume and a smaller --row-tokens, or use --lora-rank",
+            reason="memory",
+        ) from error
 
 
 def _rebuild(message: str, reason: str) -> TrainingError:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from rookery.core import UsageError
 from rookery.core.lifetimes import ClosesOnExit
 from rookery.telemetry import REGISTRY, catalogue
 
@@ -28,7 +27,7 @@ class Loggers(ClosesOnExit):
     """The loggers of a training run, which write to its directory. A `with` block adds the one for Prometheus."""
 
     def __init__(self, names: Iterable[str], folder: Path) -> None:
-        """Open the loggers with these names. Raise `UsageError` if a package is not installed."""
+        """Open the loggers with these names."""
         self._loggers: list[Logger] = []
         try:
             for name in names:
@@ -61,10 +60,8 @@ class TensorBoardLogger:
     """Writes event files to the directory `tensorboard`."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UsageError("log_to=tensorboard needs a package: pip install 'rookery-rl[tensorboard]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, row: dict[str, Any]) -> None:
@@ -80,10 +77,8 @@ class WandbLogger:
     """Writes an offline run to the directory `wandb`."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UsageError("log_to=wandb needs a package: pip install 'rookery-rl[wandb]'") from None
+        import wandb
+
         # The terminal shows the live table, so W&B neither prints to it nor records it.
         settings = wandb.Settings(silent=True, console="off")
         self._run: Any = wandb.init(

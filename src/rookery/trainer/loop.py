@@ -17,13 +17,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rookery.core import Group, Task, UsageError
+from rookery.core import Group, Task
 from rookery.engine import EngineConfig, Step, SyncEngine
 from rookery.engine.config import describe_config
 from rookery.environments import Environment
 from rookery.trainer import setup
 from rookery.trainer.config import TrainConfig
-from rookery.trainer.errors import memory_error, not_finite_error
+from rookery.trainer.errors import memory_errors, not_finite_error
 from rookery.trainer.folder import Progress, TrainingFolder, TrainResult
 from rookery.trainer.loggers import Loggers
 from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
@@ -256,9 +256,7 @@ class Trainer:
         on. `folder` is the directory of a training run to continue. `options` are arguments of `Engine`;
         alternatively, `engine` sets them all.
         """
-        self.config = setup.prepare_target(config or TrainConfig(steps=100))
-        if self.config.steps is None and self.config.minutes is None:
-            raise UsageError("set steps or minutes: training has no end otherwise")
+        self.config = setup.check_config(config or TrainConfig(steps=100), policy)
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None  # noqa: ARG005
         """Called with each row of the metrics, after it was written to `metrics.jsonl`."""
         self.on_start: Callable[[], None] = lambda: None
@@ -364,10 +362,8 @@ class Trainer:
                 self._checkpoint(engine)
 
     def _optimise(self, batch: Batch) -> StepStats:
-        try:
+        with memory_errors(self.progress.step + 1, self.optimizer.row_tokens):
             return self.optimizer.step(batch, self.progress.step, self.progress.get_share(self.config))
-        except torch.OutOfMemoryError as error:
-            raise memory_error(self.progress.step + 1, self.optimizer.row_tokens) from error
 
     def _write_ratios(self, engine: SyncEngine, batch: Batch) -> None:
         assert engine.folder is not None

@@ -154,12 +154,8 @@ class ServedPolicy:
 
 def add_adapters(model: Any, rank: int, alpha: int) -> Any:
     """Return the model with LoRA adapters on all linear layers. Only the adapters are trained. Needs peft."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise UsageError(
-            "LoRA needs the package peft: pip install 'rookery-rl[lora]', or set lora_rank=0"
-        ) from None
+    from peft import LoraConfig, get_peft_model
+
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))
 
 
@@ -195,21 +191,26 @@ def _check_finite(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def check_address(address: str, config: TrainConfig) -> None:
+    """Raise `UsageError` if the policy with this address cannot be trained with these settings."""
+    kind = address.partition(":")[0]
+    if kind not in ("embedded", "hf"):
+        raise UsageError(
+            f"{address!r:.200} cannot be trained: use embedded, embedded:PATH or hf:PATH. To sample from a "
+            "server, name the model that it serves with hf:PATH, and the server with --push and --server"
+        )
+    if config.push is not None and kind != "hf":
+        raise UsageError(f"push={config.push} needs the policy hf:PATH with the model that the server serves")
+
+
 def open_policy(address: str, folder: Path, config: TrainConfig) -> TrainablePolicy:
     """Load the policy with this address, with LoRA adapters if the settings ask for them.
 
     `folder` is a directory for the weights that the sampler reads.
     """
     kind, _, path = address.partition(":")
-    if kind not in ("embedded", "hf"):
-        raise UsageError(
-            f"{address!r:.200} cannot be trained: use embedded, embedded:PATH or hf:PATH. To sample from a "
-            "server, name the model that it serves with hf:PATH, and the server with --push and --server"
-        )
     policy: TrainablePolicy
     if config.push is not None:
-        if kind != "hf":
-            raise UsageError(f"push={config.push} needs the policy hf:PATH with the model that the server serves")
         policy = ServedPolicy(address, folder, config.push, config.server)
     else:
         policy = EmbeddedPolicy(path, folder) if kind == "embedded" else TorchPolicy(address)

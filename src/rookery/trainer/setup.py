@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -11,12 +12,13 @@ import msgspec
 from rookery.core import Group, Sampling, Task, UsageError
 from rookery.core.errors import suggestion
 from rookery.engine import EngineConfig, SyncEngine
+from rookery.engine.config import refuse_training
 from rookery.environments import Environment
 from rookery.environments.mixture import MIXTURE, get_entries
 from rookery.tasks import DifficultySampler, tasks_from
 from rookery.tasks.samplers import SamplerFactory, find_sampler
 from rookery.trainer.config import TrainConfig
-from rookery.trainer.policies import TrainablePolicy
+from rookery.trainer.policies import TrainablePolicy, check_address
 from rookery.training import (
     Batch,
     BatchConfig,
@@ -50,6 +52,23 @@ _PROBE: Final = "Ünïcode 12345, tokens:\n\tprint('{}')  <|im_start|>user\n語<
 """A text whose token IDs tell whether two tokenizers are the same."""
 
 
+def check_config(config: TrainConfig, policy: str) -> TrainConfig:
+    """Return the settings with an absolute path in `save`. Raise `UsageError` if no training can start with them.
+
+    Nothing is loaded or opened.
+    """
+    if config.steps is None and config.minutes is None:
+        raise UsageError("set steps or minutes: training has no end otherwise")
+    check_address(policy, config)
+    packages = {"torch": "train", "transformers": "train"} | {name: name for name in config.log_to}
+    if config.lora_rank:
+        packages["peft"] = "lora"
+    for package, extra in packages.items():
+        if find_spec(package) is None:
+            raise UsageError(f"these settings need the package {package}: pip install 'rookery-rl[{extra}]'")
+    return prepare_target(config)
+
+
 def open_engine(
     env: Environment | str,
     policy: TrainablePolicy,
@@ -81,13 +100,19 @@ def open_engine(
             runners=0 if policy.in_process else config.runners,
         )
         engine = SyncEngine(env, config=config, out=out)
-    config = engine.config
-    for entry in get_entries(engine.environment).values():
-        of_run = upstream.sampling.over(config.sampling)
-        check_sampling(entry.sampling.over(of_run).over(entry.environment.sampling))
-    if config.recording == "plain":
-        raise UsageError("training needs token IDs and log probabilities: use record='tokens' or 'messages'")
+    check_engine(engine.environment, engine.config, upstream.sampling)
     return engine
+
+
+def check_engine(environment: Environment, config: EngineConfig, of_policy: Sampling) -> None:
+    """Raise `UsageError` if rollouts cannot be trained: distorted sampling, no token IDs, or cached replies.
+
+    `of_policy` are the sampling parameters that the user sets for the policy.
+    """
+    of_run = of_policy.over(config.sampling)
+    for entry in get_entries(environment).values():
+        check_sampling(entry.sampling.over(of_run).over(entry.environment.sampling))
+    refuse_training(config)
 
 
 def get_title(env: Environment | str, config: EngineConfig | None) -> str:
