@@ -155,8 +155,7 @@ bench: $(STAMP)
 
 # Trains the embedded policy on arithmetic, with sandboxed tool calls, on the CPU.
 learn: $(STAMP)
-	$(BIN)/rookery train arithmetic --policy embedded --minutes 15 --groups 8 --minibatches 1 \
-		--curriculum skip-settled --compare prefix --learning-rate 1.5e-4 --eval-every 100 --plot $(ARGS)
+	$(BIN)/rookery train --config tools/learn.toml --plot $(ARGS)
 
 # Builds the documentation site into build/site, offline. A broken link fails the build.
 docs: $(STAMP)

@@ -11,6 +11,7 @@ looks worse than the other one and is unlearned.
 """
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,8 @@ from rookery.trainer import TrainConfig, Trainer, read_metrics
 from rookery.trainer.plot import plot_learning
 
 ENVIRONMENTS = Path(__file__).with_name("learning_environments.py")
+SETTINGS = Path(__file__).with_name("learn.toml")
+"""Settings of the trainings on arithmetic, which `make learn` uses, too."""
 
 
 @click.group()
@@ -50,16 +53,10 @@ def report(out: Path, name: str, runs: dict[str, Path], summary: dict[str, Any])
 
 
 def compare(out: Path, name: str, env: str, minutes: float, seeds: Sequence[int]) -> None:
-    config = TrainConfig(
-        minutes=minutes,
-        groups=8,
-        minibatches=1,
-        curriculum="skip-settled",
-        compare="prefix",
-        learning_rate=1.5e-4,
-        eval_every=100,
-    )
-    runs = {f"seed {seed}": train(env, out, config, seed=seed) for seed in seeds}
+    settings = tomllib.loads(SETTINGS.read_text())
+    config = TrainConfig.from_mapping(settings["train"] | {"minutes": minutes})
+    arguments = settings["run"]["arguments"]
+    runs = {f"seed {seed}": train(env, out, config, seed=seed, arguments=arguments) for seed in seeds}
     found = {label: [row for row in read_metrics(run) if "eval_pass_rate" in row] for label, run in runs.items()}
     summary = {
         label: {

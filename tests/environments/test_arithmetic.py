@@ -110,6 +110,13 @@ def test_any_prefix_is_balanced_over_the_levels():
     assert [task.data["level"] for task in Arithmetic(size=4, levels=[5, 2]).tasks()] == [5, 2, 5, 2]
 
 
+def test_held_out_tasks_have_the_levels_of_the_evaluation():
+    tasks = Arithmetic("held-out", size=10, seed=2).tasks()
+    assert Arithmetic(seed=2, levels=[4, 5], held_out_levels=LEVELS).held_out_tasks(10) == tasks
+    (task,) = Arithmetic(levels=5).held_out_tasks(1)
+    assert task.data["level"] == 5
+
+
 def test_task_id_always_means_the_same_problem():
     some = {task.id: task for task in Arithmetic("held-out", size=100, seed=3).tasks()}
     more = {task.id: task for task in Arithmetic("held-out", size=300, seed=3, levels=(4, 2)).tasks()}
@@ -145,6 +152,7 @@ def test_harder_levels_have_longer_problems_of_every_kind():
         ({"levels": [[1]]}, "levels"),
         ({"levels": "12"}, "levels"),
         ({"levels": None}, "levels"),
+        ({"held_out_levels": [0]}, r"held_out_levels.*\[0\]"),
     ],
 )
 def test_invalid_arguments_are_refused_with_their_value(arguments, named):

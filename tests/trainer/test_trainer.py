@@ -128,6 +128,7 @@ def test_every_part_of_the_algorithm_trains(tmp_path: Path, settings: dict[str, 
     assert all(row["tokens"] > 0 and row["grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.timeout(600)  # importing peft takes minutes on a busy machine
 def test_lora_trains_adapters_and_pushes_merged_weights(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="[probed] this machine has no peft")
     trainer = train(Parity(), tmp_path, steps=2, lag=0, lora_rank=2, learning_rate=1e-2, eval_tasks=0)

@@ -26,6 +26,7 @@ class Arithmetic(ToolEnvironment):
         Arithmetic(split="held-out", size=100, levels=[1, 2])
 
     `size` is the number of tasks. The splits `train` and `held-out` have no problem in common, whatever the seeds.
+    `held_out_levels` are the levels of the tasks on which a trainer evaluates the policy, by default `levels`.
     """
 
     name = "arithmetic"
@@ -39,6 +40,7 @@ class Arithmetic(ToolEnvironment):
         size: int = 1_000,
         seed: int = 0,
         levels: int | Sequence[int] = LEVELS,
+        held_out_levels: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         chosen_split = str(split).replace("_", "-")
@@ -48,18 +50,13 @@ class Arithmetic(ToolEnvironment):
             raise UsageError(f"size must be an integer from 1 to {MAX_SIZE:,}, not {size!r:.100}")
         if not _is_int(seed):
             raise UsageError(f"seed must be an integer, not {seed!r:.100}")
-        chosen_levels = (levels,) if _is_int(levels) else levels
-        if (
-            not isinstance(chosen_levels, list | tuple)
-            or not chosen_levels
-            or any(not _is_int(level) or level not in LEVELS for level in chosen_levels)
-            or len(set(chosen_levels)) < len(chosen_levels)
-        ):
-            raise UsageError(f"levels must be distinct integers from 1 to 5, such as [1,2], not {levels!r:.100}")
         self.split = chosen_split
         self.size = size
         self.seed = seed
-        self.levels: tuple[int, ...] = tuple(chosen_levels)
+        self.levels = _check_levels("levels", levels)
+        self.held_out_levels = (
+            self.levels if held_out_levels is None else _check_levels("held_out_levels", held_out_levels)
+        )
 
     def tasks(self) -> list[Task]:
         streams = [generate_problems(self.split, self.seed, level) for level in self.levels]
@@ -72,7 +69,7 @@ class Arithmetic(ToolEnvironment):
     def held_out_tasks(self, count: int) -> list[Task] | None:
         if self.split == "held-out":
             return None
-        return type(self)(split="held-out", size=count, seed=self.seed, levels=self.levels).tasks()
+        return type(self)(split="held-out", size=count, seed=self.seed, levels=self.held_out_levels).tasks()
 
     async def score(self, ctx: Context) -> Score | float:
         reward = await super().score(ctx)
@@ -91,6 +88,19 @@ def make_task(problem: Problem, split: str, seed: int, number: int) -> Task:
         prompt=(Message("user", problem.prompt),),
         data={"answer": problem.answer, "level": problem.level, "kind": problem.kind},
     )
+
+
+def _check_levels(name: str, value: Any) -> tuple[int, ...]:
+    """Return levels as a tuple. Raise `UsageError` if they are not distinct levels."""
+    levels = (value,) if _is_int(value) else value
+    if (
+        not isinstance(levels, list | tuple)
+        or not levels
+        or any(not _is_int(level) or level not in LEVELS for level in levels)
+        or len(set(levels)) < len(levels)
+    ):
+        raise UsageError(f"{name} must be distinct integers from 1 to 5, such as [1,2], not {value!r:.100}")
+    return tuple(levels)
 
 
 def _is_int(value: Any) -> bool:
