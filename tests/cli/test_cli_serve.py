@@ -41,6 +41,7 @@ async def test_serve_runs_the_rows_of_its_package_and_ends_on_sigterm(tmp_path: 
     ("arguments", "named"),
     [
         (("serve", "arithmetic", "--protocol", "dance"), "--protocol"),
+        (("serve", "arithmetic", "--speak", "nemo-gym"), "--policy"),
         (("serve", "--protocol", "verifiers"), "ENV"),
         (SERVE, "--policy"),
     ],

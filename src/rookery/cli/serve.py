@@ -32,7 +32,14 @@ The protocols have no keys: let the server listen only where nobody else can con
 
 @click.command("serve", help=_HELP, short_help="Run rollouts for another trainer.")
 @run_options
-@option("--protocol", type=PluginName("servers"), required=True, help="Protocol of the trainer.")
+@option(
+    "--protocol",
+    "--speak",
+    "protocol",
+    type=PluginName("servers"),
+    required=True,
+    help="Protocol of the trainer.",
+)
 @option("--host", metavar="HOST", default="127.0.0.1", help="Address to listen on.")
 @option(
     "--port",
