@@ -10,6 +10,7 @@ import pytest
 from rookery.core import Group, UsageError
 from tests.engine.conftest import build_engine
 from tests.servers import Answer, ModelServer
+from tests.waiting import wait_for_groups
 
 
 def row(n: int, **data: Any) -> dict[str, Any]:
@@ -100,9 +101,7 @@ async def test_checkpoint_does_not_need_the_run_that_wrote_it(tmp_path: Path) ->
             stream = engine.groups([row(0), row(1)])
             await anext(stream)
 
-            async with asyncio.timeout(60):
-                while (await engine.status())["streams"]["main"]["waiting"] < 1:
-                    await asyncio.sleep(0.005)
+            await wait_for_groups(engine, 1)
             state = engine.state_dict()
         async with build_engine(plain, tmp_path / "elsewhere") as other:
             other.load_state_dict(state)

@@ -13,6 +13,7 @@ from rookery import Engine, SyncEngine
 from rookery.core import Group, UsageError, label
 from tests.engine.conftest import ENV, QUICK, build_engine, events, records
 from tests.servers import Answer, ModelServer, Request
+from tests.waiting import wait_for_groups, wait_for_status
 
 
 def row(n: int, **data: Any) -> dict[str, Any]:
@@ -138,9 +139,7 @@ async def test_untaken_finished_groups_are_delivered_first_and_not_run_again(
     async with build_engine(model, tmp_path) as engine:
         stream = engine.groups(TASKS, k=2)
         first = await anext(stream)
-        async with asyncio.timeout(60):
-            while (await engine.status())["streams"]["main"]["waiting"] < 11:
-                await asyncio.sleep(0.005)
+        await wait_for_groups(engine, 11)
         await stream.aclose()
         asked = len(model.requests)
         groups = [first]
@@ -156,9 +155,7 @@ async def test_untaken_groups_run_again_for_another_k(model: ModelServer, tmp_pa
     async with build_engine(model, tmp_path) as engine:
         stream = engine.groups(TASKS[:4], k=2)
         await anext(stream)
-        async with asyncio.timeout(60):
-            while (await engine.status())["streams"]["main"]["waiting"] < 3:
-                await asyncio.sleep(0.005)
+        await wait_for_groups(engine, 3)
         state = engine.state_dict()
         await stream.aclose()
         groups = await take(engine, TASKS[:4], k=3)
@@ -288,9 +285,7 @@ async def test_groups_that_a_disconnected_client_did_not_take_are_delivered_late
         await model.wait_for_requests(2)
         await remote.close()
         await asyncio.gather(waiting, return_exceptions=True)
-        async with asyncio.timeout(60):
-            while (await engine.status())["in_flight"]:
-                await asyncio.sleep(0.005)
+        await wait_for_status(engine, lambda status: not status["in_flight"])
         gate.set()
         rest = [group async for group in engine.groups(TASKS[:4])]
     assert ids([first, *rest]) == names(0, 1, 2, 3)

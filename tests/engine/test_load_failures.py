@@ -21,16 +21,10 @@ from rookery.journal.export import export
 from rookery.training import check_batch, make_batch
 from tests.engine.conftest import build_engine, records
 from tests.servers import ModelServer
+from tests.waiting import wait_for_groups
 
 K = 3
 TASKS = [{"id": f"t{n}", "prompt": f"q{n}", "data": {"score": {"0": "half"}}} for n in range(6)]
-
-
-async def wait_for_groups(engine: Engine, groups: int = len(TASKS)) -> None:
-    """Wait until this many groups are ready for the consumer."""
-    async with asyncio.timeout(60):
-        while (await engine.status())["streams"]["main"]["waiting"] < groups:
-            await asyncio.sleep(0.005)
 
 
 def outcomes(groups: list[Group]) -> dict[str, str]:
@@ -84,7 +78,7 @@ async def test_corrupt_token_bytes_fail_only_their_rollouts(model: ModelServer, 
     chosen = sorted(rng.sample(names, rng.randint(1, len(names))))
     async with build_engine(model, tmp_path) as engine:
         stream = engine.groups(TASKS, k=K)
-        await wait_for_groups(engine)
+        await wait_for_groups(engine, len(TASKS))
         assert engine.folder is not None
         for name in chosen:
             path, offset, length = find_payload(engine.folder, name)
@@ -115,7 +109,7 @@ async def test_missing_token_file_fails_its_rollouts_and_not_the_stream(
 ) -> None:
     async with build_engine(model, tmp_path, runners=2, concurrency=4) as engine:
         stream = engine.groups(TASKS, k=K)
-        await wait_for_groups(engine)
+        await wait_for_groups(engine, len(TASKS))
         assert engine.folder is not None
         victim = find_payload(engine.folder, "0.0")[0]
         with RunReader(engine.folder) as reader:
@@ -161,7 +155,7 @@ async def test_exception_while_merging_turns_fails_only_its_rollout(
     with break_merge(monkeypatch, broken, error):
         async with build_engine(model, tmp_path) as engine:
             stream = engine.groups(TASKS, k=K)
-            await wait_for_groups(engine)
+            await wait_for_groups(engine, len(TASKS))
             engine.state_dict()
             groups = [group async for group in stream]
     check_groups(groups, dict.fromkeys(broken, "bug.merge"))

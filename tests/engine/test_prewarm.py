@@ -32,7 +32,7 @@ from tests.engine.conftest import build_engine, events
 from tests.engine.pooled import Provider
 from tests.sandboxes.plugins import plugin
 from tests.servers import ModelServer
-from tests.waiting import wait_until
+from tests.waiting import wait_for_status, wait_until
 
 MB = 1 << 20
 TASKS = [Task(id=f"t{n}", prompt=(Message("user", str(n)),)) for n in range(8)]
@@ -403,10 +403,8 @@ async def test_status_shows_image_pulls_until_they_end(
     async with build_engine(model, tmp_path, Working(), sandbox="slow") as engine:
         stream = engine.groups(["q"])
         first = asyncio.ensure_future(anext(stream))
-        async with asyncio.timeout(60):
-            while not (images := (await engine.status())["images"]):
-                await asyncio.sleep(0.01)
-        (line,) = describe_image_pulls(images)
+        status = await wait_for_status(engine, lambda status: status["images"])
+        (line,) = describe_image_pulls(status["images"])
         assert line.endswith(" python:3.12 34%")
         slow.fetch.set()
         await first

@@ -22,6 +22,7 @@ from tests.engine.conftest import (
 )
 from tests.processes import send_signal
 from tests.servers import ModelServer
+from tests.waiting import wait_for_status
 
 
 def row(**data: Any) -> dict[str, Any]:
@@ -147,12 +148,10 @@ async def test_concurrency_is_bounded_over_all_runners_together(model: ModelServ
     async with build_engine(model, tmp_path, runners=2, concurrency=10) as engine:
         stream = engine.groups([row()] * 40)
         await model.wait_for_requests(10)
-        status = await engine.status()
-        assert status["in_flight"] == 10
-        async with asyncio.timeout(60):
-            while sum(one["calls"] for one in status["replicas"]) < 10:  # runners report once a second
-                await asyncio.sleep(0.05)
-                status = await engine.status()
+        assert (await engine.status())["in_flight"] == 10
+        status = await wait_for_status(
+            engine, lambda status: sum(one["calls"] for one in status["replicas"]) >= 10
+        )
         (replica,) = status["replicas"]
         assert (replica["role"], replica["healthy"], replica["calls"]) == ("policy", True, 10)
         gate.set()
@@ -167,9 +166,7 @@ async def test_status_counts_open_sandboxes(model: ModelServer, tmp_path: Path, 
     async with build_engine(model, tmp_path, runners=runners, concurrency=2) as engine:
         assert (await engine.status())["sandboxes"] == {}
         async with engine.groups([row(run="hang-in-sandbox")] * 2):
-            async with asyncio.timeout(60):
-                while sum((await engine.status())["sandboxes"].values()) != 2:
-                    await asyncio.sleep(0.05)
+            await wait_for_status(engine, lambda status: sum(status["sandboxes"].values()) == 2)
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from rookery.engine.staleness import oldest_version
 from rookery.engine.steps import Step
 from tests.engine.conftest import GatedEnvironment, build_engine, events
 from tests.servers import Answer, ModelServer
+from tests.waiting import wait_for_groups
 
 
 @asynccontextmanager
@@ -69,8 +70,7 @@ async def test_step_waits_for_a_group_that_would_be_too_old_for_the_next_step(tm
             ]  # the slow group is not needed yet: it may train one version later
             await sync_version(engine, 1)
             late = asyncio.ensure_future(anext(steps))
-            while (await engine.status())["streams"]["main"]["waiting"] < 2:
-                await asyncio.sleep(0.001)
+            await wait_for_groups(engine, 2)
             status = await engine.status()
             assert (status["policy_version"], status["streams"]["main"]["staleness"]) == (1, 1)
             assert (
@@ -103,8 +103,7 @@ async def test_groups_that_become_too_old_by_skipped_versions_are_stale_and_repl
         engine.steps(questions(8), groups=2, lag=1) as steps,
     ):
         await anext(steps)
-        while (await engine.status())["streams"]["main"]["waiting"] < 2:
-            await asyncio.sleep(0.001)
+        await wait_for_groups(engine, 2)
         await sync_version(engine, 9)
         step = await anext(steps)
         assert step.version == 9
@@ -119,8 +118,7 @@ async def test_cancelled_step_puts_its_groups_back(tmp_path: Path) -> None:
         environment.close(1)
         async with asyncio.timeout(60), engine.steps(questions(2), groups=2, lag=0) as steps:
             waiting = asyncio.ensure_future(anext(steps))
-            while (await engine.status())["streams"]["main"]["waiting"] < 1:
-                await asyncio.sleep(0.001)
+            await wait_for_groups(engine, 1)
             waiting.cancel()
             await asyncio.wait({waiting})
             assert waiting.cancelled()
@@ -135,8 +133,7 @@ async def test_checkpoint_between_steps_keeps_untaken_groups_and_their_age(tmp_p
         engine.steps(questions(6), groups=2, lag=1) as steps,
     ):
         first = question_numbers(await anext(steps))
-        while (await engine.status())["streams"]["main"]["waiting"] < 2:
-            await asyncio.sleep(0.001)
+        await wait_for_groups(engine, 2)
         state = engine.state_dict()
     async with gated_engine(tmp_path) as (engine, _):
         engine.load_state_dict(state)

@@ -14,6 +14,7 @@ import pytest
 from rookery.core import Group, UsageError, label
 from tests.engine.conftest import build_engine, records, run_groups
 from tests.servers import Answer, ModelServer, Request
+from tests.waiting import wait_for_status
 
 MIXED = {"score": {"0": "half"}}
 """Two members, two rewards: informative. Without it both score 1."""
@@ -211,9 +212,9 @@ async def test_slow_consumer_stops_admission(model: ModelServer, tmp_path: Path)
     async with build_engine(model, tmp_path, concurrency=4) as engine:
         stream = engine.groups([row(n) for n in range(200)], k=2, buffer=3)
         await anext(stream)
-        async with asyncio.timeout(60):
-            while (now := await engine.status())["in_flight"] or now["streams"]["main"]["waiting"] < 3:
-                await asyncio.sleep(0.005)
+        now = await wait_for_status(
+            engine, lambda status: not status["in_flight"] and status["streams"]["main"]["waiting"] >= 3
+        )
         status = now["streams"]["main"]
         assert status["admitted"] <= 1 + 3 + 4
         assert len(model.requests) == 2 * status["admitted"]
@@ -329,9 +330,7 @@ async def test_stream_left_by_break_is_cancelled(model: ModelServer, tmp_path: P
         async for group in engine.groups([row(n) for n in range(500)], k=2):
             assert len(group.rollouts) == 2
             break
-        async with asyncio.timeout(60):
-            while (await engine.status())["in_flight"]:
-                await asyncio.sleep(0.01)
+        await wait_for_status(engine, lambda status: not status["in_flight"])
         asked = len(model.requests)
         assert len([group async for group in engine.groups([row(0)], name="after")]) == 1
         assert len(model.requests) == asked + 1

@@ -29,7 +29,7 @@ from tests.engine.sync_kit import (
 )
 from tests.engine_standins import StandinServer, small_weights, standin
 from tests.processes import send_signal
-from tests.waiting import wait_until
+from tests.waiting import wait_for_status, wait_until
 
 # ---- syncs during rollouts
 
@@ -262,8 +262,7 @@ async def test_client_that_dies_in_its_sync_leaves_no_pause_and_no_version(tmp_p
             assert (await engine.status())["paused"]
             client.kill()
             await client.wait()
-            while (await engine.status())["paused"]:
-                await asyncio.sleep(0.01)
+            await wait_for_status(engine, lambda status: not status["paused"])
     assert versions(check_segments(groups, 6)) == {0}
 
 

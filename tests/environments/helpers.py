@@ -9,7 +9,7 @@ from rookery.environments import Context, Log, Tool, ToolEnvironment
 from rookery.gateway import ModelRole, Session
 from rookery.sandboxes.protocol import Sandbox
 from rookery.trajectories import Recorder
-from rookery.upstreams.protocol import ModelReply, ModelRequest, OnDelta, OnWait, PauseMode, UpstreamInfo
+from rookery.upstreams.protocol import ModelReply, ModelRequest, OnDelta, OnWait, Upstream, UpstreamInfo
 
 Reply = str | ModelReply | list[ToolCall]
 
@@ -18,7 +18,7 @@ def calls(*pairs: tuple[str, str]) -> list[ToolCall]:
     return [ToolCall(f"call_{index}", name, arguments) for index, (name, arguments) in enumerate(pairs)]
 
 
-class ScriptedUpstream:
+class ScriptedUpstream(Upstream):
     """Upstream that replies with the next entry of its script and records the requests."""
 
     name = "scripted"
@@ -32,11 +32,6 @@ class ScriptedUpstream:
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
         return UpstreamInfo(url="scripted:")
-
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
-        return False
-
-    async def thaw(self, *, timeout: float) -> None: ...
 
     async def complete(
         self,

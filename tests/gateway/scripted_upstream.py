@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import HealthCheck, settings
 
 from rookery.core import Finish, Message, ToolCall, ToolSchema, floats, ints
-from rookery.upstreams.protocol import CallDelta, Delta, ModelReply, ModelRequest, OnDelta, PauseMode, UpstreamInfo
+from rookery.upstreams.protocol import CallDelta, Delta, ModelReply, ModelRequest, OnDelta, Upstream, UpstreamInfo
 
 WAIT: Final = 60.0
 """Timeout in seconds for every wait; a test that reaches it has failed."""
@@ -179,7 +179,7 @@ class UpstreamCall:
             await self.ended.wait()
 
 
-class StubUpstream:
+class StubUpstream(Upstream):
     """Base for upstreams of tests: everything but `complete` does nothing."""
 
     name = "stub"
@@ -189,13 +189,6 @@ class StubUpstream:
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
         return UpstreamInfo(url="")
-
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
-        return False
-
-    async def thaw(self, *, timeout: float) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class ScriptedUpstream(StubUpstream):

@@ -25,7 +25,7 @@ from rookery.upstreams.protocol import (
     ModelRequest,
     OnDelta,
     OnWait,
-    PauseMode,
+    Upstream,
     UpstreamConfig,
     UpstreamInfo,
 )
@@ -68,7 +68,7 @@ class _Episode:
 _episodes: dict[str, _Episode] = {}
 
 
-class StepUpstream:
+class StepUpstream(Upstream):
     """Upstream whose replies are the calls of a trainer. It works only in the process of the trainer's adapter."""
 
     name = KIND
@@ -107,15 +107,6 @@ class StepUpstream:
                 on_wait(False)
         message = episode.replies[turn]
         return ModelReply(message=message, finish="tool_calls" if message.tool_calls else "stop", replica=KIND)
-
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:  # noqa: ARG002  (nothing is sampled here)
-        return False
-
-    async def thaw(self, *, timeout: float) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 class SteppedRollout:

@@ -6,19 +6,19 @@ from rookery.upstreams.protocol import (
     ModelRequest,
     OnDelta,
     OnWait,
-    PauseMode,
+    Upstream,
     UpstreamConfig,
     UpstreamInfo,
 )
 
 
-class NoUpstream:
+class NoUpstream(Upstream):
     """Upstream without a model. Every call fails with the cause `upstream.rejected`."""
 
     name = "none"
     accepts_tokens = True
     accepts_raw_json = True
-    version: int | None = None
+    version = 0
 
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:
         """Take the arguments of every upstream, which this one does not need."""
@@ -35,12 +35,3 @@ class NoUpstream:
         on_wait: OnWait | None = None,  # noqa: ARG002
     ) -> ModelReply:
         raise UpstreamError("this run has no policy: it samples nothing", cause="upstream.rejected")
-
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:  # noqa: ARG002
-        return False
-
-    async def thaw(self, *, timeout: float) -> None:
-        """Do nothing, because there is nothing to thaw."""
-
-    async def close(self) -> None:
-        """Do nothing, because nothing is open."""

@@ -210,7 +210,10 @@ class UpstreamInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Upstream(Protocol):
-    """Interface to an inference engine: one or more servers of the same model, or a model in this process."""
+    """Interface to an inference engine: one or more servers of the same model, or a model in this process.
+
+    A class that derives from it needs no `freeze`, `thaw` and `close` if it cannot pause and holds no connections.
+    """
 
     name: str
     accepts_tokens: bool
@@ -242,7 +245,7 @@ class Upstream(Protocol):
         """
         ...
 
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:  # noqa: ARG002  (it cannot pause)
         """Ask the inference engine to stop sampling on every replica. Return False if a replica lacks this
         feature.
 
@@ -250,7 +253,7 @@ class Upstream(Protocol):
         deadline. With `abort`, calls in flight end with the tokens sampled so far. With `drain`, nothing is sent
         to the inference engine and False is returned.
         """
-        ...
+        return False
 
     async def thaw(self, *, timeout: float) -> None:
         """Ask the inference engine to continue sampling after `freeze`. Has no effect if it is not frozen."""

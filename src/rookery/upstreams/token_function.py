@@ -34,7 +34,7 @@ from rookery.upstreams.protocol import (
     ModelRequest,
     OnDelta,
     OnWait,
-    PauseMode,
+    Upstream,
     UpstreamConfig,
     UpstreamInfo,
 )
@@ -98,7 +98,7 @@ def serve_function(
         del _served[name]
 
 
-class FunctionUpstream:
+class FunctionUpstream(Upstream):
     """Upstream that calls a registered token function."""
 
     name = KIND
@@ -176,12 +176,3 @@ class FunctionUpstream:
                 cause="upstream.protocol",
             )
         return result
-
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:  # noqa: ARG002  (a function cannot pause)
-        return False
-
-    async def thaw(self, *, timeout: float) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass

@@ -12,7 +12,7 @@ from rookery.sandboxes import Command
 from rookery.sandboxes.protocol import MachineCheck
 from rookery.sandboxes.subprocess_provider import SubprocessProvider
 from rookery.tasks.swe import SweStep, SweTask, Verifier
-from rookery.upstreams import UpstreamInfo
+from rookery.upstreams import Upstream, UpstreamInfo
 
 LAUNCHER = {"command": ["echo", "{prompt}"], "dialect": "sample-dialect", "about": "Prints its prompt."}
 PROMPT_FILE = "sample-prompt.txt"
@@ -31,7 +31,7 @@ class SampleEnvironment(Environment):
         return float(ctx.state["output"] == "sample reply\n")
 
 
-class SampleUpstream:
+class SampleUpstream(Upstream):
     """Upstream that gives the same reply to every call."""
 
     name = "sample-upstream"
@@ -47,15 +47,6 @@ class SampleUpstream:
 
     async def complete(self, request: ModelRequest, *, timeout: float, **callbacks: Any) -> ModelReply:
         return ModelReply(message=Message("assistant", "sample reply"), finish="stop", sampled_tokens=2)
-
-    async def freeze(self, mode: str, *, timeout: float) -> bool:
-        return False
-
-    async def thaw(self, *, timeout: float) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 class SampleProvider(SubprocessProvider):
