@@ -214,7 +214,6 @@ def test_missing_packages_are_reported_before_the_start(
     monkeypatch.chdir(tmp_path)
     for package in ("peft", "wandb", "matplotlib", *(() if arguments else ("torch",))):
         monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(setup, "find_spec", lambda name: name if sys.modules.get(name, name) else None)
     assert run_app(["train", PARITY, "--steps", "1", *SHORT, *arguments]) == 2
     assert not list(tmp_path.iterdir())
 

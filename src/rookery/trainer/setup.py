@@ -64,7 +64,8 @@ def check_config(config: TrainConfig, policy: str) -> TrainConfig:
     if config.lora_rank:
         packages["peft"] = "lora"
     for package, extra in packages.items():
-        if find_spec(package) is None:
+        found = find_spec(package)
+        if found is None or found.origin is None:  # a directory of this name, such as W&B's, is no package
             raise UsageError(f"these settings need the package {package}: pip install 'rookery-rl[{extra}]'")
     return prepare_target(config)
 
