@@ -29,8 +29,9 @@ from benchmarks.process_usage import cpu_ns, process_tree
 from rookery import Engine
 from rookery.cluster.launchers import LocalLauncher
 from rookery.cluster.messages import NodeBeat
-from rookery.cluster.node_pool import Node, NodePool, RemoteRunner
+from rookery.cluster.node_pool import Node, NodePool
 from rookery.cluster.placement import NodeResources
+from rookery.cluster.remote_runner import RemoteRunner
 from rookery.core import Completed, Extent, Message, Rollout, SandboxSpec, Task
 from rookery.engine.config import DEFAULT_WARM
 from rookery.engine.group_channel import GroupChannel, PlannedGroup
