@@ -108,8 +108,9 @@ TRAINERS: Final[dict[str, Trainer]] = {
         tests=("tests/adapters/nemo_gym",),
         without_dependencies=("--ignore-requires-python", "nemo-gym==0.7.0"),
     ),
+    # TRL is also in the project's own environment, but without openenv its worker for sessions cannot be imported.
     "openenv": Trainer(
-        requirements=("openenv==0.10.0",),
+        requirements=("openenv==0.10.0", TORCH, "trl==1.16.0", "transformers==5.22.0", "datasets==5.2.0"),
         check="from openenv.core.harness import TrainableSession",
         tests=("tests/adapters/openenv",),
     ),

@@ -231,6 +231,9 @@ def test_invalid_configuration_raises_at_construction(tmp_path: Path) -> None:
             open_upstream(UpstreamConfig(urls=urls))
     with pytest.raises(UsageError, match="min_p"):
         open_upstream(UpstreamConfig(urls=("embedded",), sampling=Sampling(extra={"min_p": 0.1})))
+    # Trainers also send options that have no effect, so that defaults of a server do not replace them.
+    without_effect = Sampling(extra={"min_p": 0.0, "repetition_penalty": 1.0})
+    open_upstream(UpstreamConfig(urls=("embedded",), sampling=without_effect))
 
 
 async def test_check_reports_the_model_and_samples_nothing(upstream: EmbeddedUpstream) -> None:

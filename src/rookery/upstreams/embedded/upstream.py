@@ -46,7 +46,9 @@ from rookery.upstreams.protocol import (
 KIND: Final = "embedded"
 POLICY: Final = "policy.safetensors"
 ONE_CALL: Final = "parallel_tool_calls"
-"""The only option that `sampling.extra` may contain. If it is false, a reply has at most one tool call."""
+"""The only option of `sampling.extra` that has an effect. If it is false, a reply has at most one tool call."""
+_NO_EFFECT: Final = {"frequency_penalty": 0.0, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""Sampling options of other inference engines, with the values at which they change nothing."""
 
 
 class PreparedRequest(NamedTuple):
@@ -293,7 +295,8 @@ class EmbeddedUpstream:
     # ---- internal
 
     def _check_sampling(self, sampling: Sampling) -> TokenChoice:
-        if strange := sorted(sampling.extra.keys() - {ONE_CALL}):
+        named = sampling.extra.items()
+        if strange := sorted(name for name, value in named if name != ONE_CALL and _NO_EFFECT.get(name) != value):
             raise UsageError(f"the embedded policy has no sampling option {', '.join(strange)}")
         parallel = sampling.extra.get(ONE_CALL)
         if parallel is not None and not isinstance(parallel, bool):
