@@ -8,6 +8,7 @@ import numpy as np
 
 from rookery import Context, Environment, Limits
 from rookery.core import SandboxError
+from rookery.sandboxes import Command
 from rookery.upstreams.embedded import Weights
 from rookery.upstreams.embedded.chat import VOCAB
 from tests.adapters.trl_kit import tiny
@@ -48,7 +49,7 @@ class SleepingEnvironment(ScriptedEnvironment):
         await super().run(ctx)
         if command := ctx.task.data.get("command"):
             sandbox = await ctx.sandbox()
-            await sandbox.exec(command, timeout=600)
+            await sandbox.exec(Command(argv=tuple(command.split()), wall=600))
 
 
 def make_task(name: str, rewards: Sequence[float | None], **data: Any) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """The adapter for verl, with verl's own configuration, TransferQueue, replay buffer and advantages on a CPU."""
 
 import asyncio
+import os
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import numpy as np
 import pytest
 
 from rookery.core import RookeryError, Sampling, UsageError, ints
+from rookery.journal import RunReader, find_run
 from rookery.training.advantages import compute_advantages
 from rookery.upstreams import ModelRequest, UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
 from tests.adapters.kit import bigram_gradient, make_task, save_model
+from tests.processes import cmdline, descendants
 
-pytestmark = [pytest.mark.needs("verl"), pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs("verl"), pytest.mark.long, pytest.mark.timeout(600)]
 K = 4
 TASKS = [
     make_task("whole", [1.0, 0.0, 0.5, 0.0], conversations=2),
@@ -33,9 +37,13 @@ class EmbeddedClient:
     """A client like verl's `LLMServerClient`, which samples with the embedded inference engine."""
 
     def __init__(self, folder: Path, step: int = 3) -> None:
-        self.upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(f"embedded:{folder}",)))
+        self.config = UpstreamConfig(kind="embedded", urls=(f"embedded:{folder}",))
         self.step = step
         self.calls: list[dict[str, Any]] = []
+
+    @cached_property
+    def upstream(self) -> EmbeddedUpstream:
+        return EmbeddedUpstream(self.config)
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
@@ -257,6 +265,84 @@ def test_agent_loop_drops_a_failed_rollout_in_verls_own_worker(
     assert set(batch.keys) == {f"{scored}_{session}_0" for session in range(K)}
     scores = transfer_queue.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["rm_scores"])
     assert [row.sum().item() for row in scores["rm_scores"]] == [0.25] * K
+
+
+def test_agent_loop_refuses_segments_that_verl_would_count_as_rollouts(
+    transfer_queue: Any, config: Any, model: Path
+) -> None:
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    from rookery.adapters.verl import agent_loop
+
+    prompts = make_prompts(["one", "two"])
+    submit(transfer_queue, prompts)
+    one, two = prompts["uid"]
+    tasks = [make_task("one", [0.25]), make_task("two", [0.25], conversations=2)]
+    own = OmegaConf.merge(config, {"rookery": {"tasks": tasks}, "algorithm": {"adv_estimator": "rloo"}})
+
+    async def run() -> None:
+        worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class(own, EmbeddedClient(model))
+        await worker.generate_sequences(prompts)
+        await asyncio.gather(*worker.background_tasks)
+
+    try:
+        asyncio.run(run())
+    finally:
+        agent_loop.close_rollouts()
+    stored = transfer_queue.kv_list("train")["train"]
+    assert (stored[one]["status"], stored[two]["status"]) == ("finished", "failure")
+    assert [key for key in stored if key.startswith(f"{two}_")] == []
+    transfer_queue.kv_clear(keys=[key for key in stored if key.startswith((one, two))], partition_id="train")
+
+
+@pytest.mark.needs("mount")
+def test_worker_that_ray_kills_leaves_no_processes_and_keeps_finished_rollouts(
+    transfer_queue: Any, config: Any, model: Path, tmp_path: Path
+) -> None:
+    """At the end of a training, Ray kills verl's workers without running their exit handlers."""
+    import ray
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    prompts = make_prompts(["scored", "sleeping"])
+    submit(transfer_queue, prompts)
+    scored, sleeping = prompts["uid"]
+    command = f"sleep 86400.{uuid.uuid4().int % 10**12}"
+    tasks = [make_task("scored", [0.25] * K), make_task("sleeping", [0.5] * K, command=command)]
+    env = "tests.adapters.kit:SleepingEnvironment"
+    section = {"env": env, "tasks": tasks, "sandbox": "local", "out": str(tmp_path / "runs")}
+    open_config = OmegaConf.create(OmegaConf.to_container(config))  # fields can be added to this copy
+    loops = tmp_path / "loops.yaml"  # the file of the guide: the worker is a new process
+    loops.write_text("- name: rookery\n  _target_: rookery.adapters.verl.agent_loop.RookeryAgentLoop\n")
+    agent = {"actor_rollout_ref": {"rollout": {"agent": {"agent_loop_config_path": str(loops)}}}}
+    own = OmegaConf.merge(open_config, {"rookery": section}, agent)
+    worker = AgentLoopWorkerTQ.remote(own, EmbeddedClient(model))
+    ray.get(worker.generate_sequences.remote(prompts))
+    pid = ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
+
+    def list_started() -> list[int]:
+        """Return the worker's keepers and the commands in its sandboxes."""
+        running = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        wanted = command.replace(" ", "\0").encode()
+        return [*descendants(pid), *(one for one in running if wanted in cmdline(one))]
+
+    while (status := transfer_queue.kv_list("train")["train"][scored]["status"]) in ("pending", "running"):
+        time.sleep(0.1)  # the timeout of the test is the limit
+    assert status == "finished"
+    while sum(b"sleep" in cmdline(one) for one in list_started()) < K:
+        time.sleep(0.1)
+    started = list_started()
+    ray.kill(worker)
+    while any(map(cmdline, started)):
+        time.sleep(0.1)
+    with RunReader(find_run("latest", tmp_path / "runs")) as reader:
+        kept = {(one.task, one.reward) for one in reader.iter_rollouts()}
+    assert kept == {("scored", 0.25)}
+    stored = transfer_queue.kv_list("train")["train"]
+    transfer_queue.kv_clear(
+        keys=[key for key in stored if key.startswith((scored, sleeping))], partition_id="train"
+    )
 
 
 def test_error_that_concerns_all_rollouts_is_raised_by_the_next_call(

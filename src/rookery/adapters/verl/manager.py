@@ -27,13 +27,12 @@ class RookeryManager:
     """Set verl's option `+actor_rollout_ref.rollout.agent.agent_loop_manager_class` to this class."""
 
     def __init__(self, config: Any, llm_client: Any) -> None:
-        estimator = str(config.algorithm.adv_estimator)
-        if estimator != "grpo":
-            raise UsageError(
-                f"algorithm.adv_estimator is {estimator}, but only with grpo verl counts rollouts instead of "
-                "segments in its baseline: set algorithm.adv_estimator=grpo"
-            )
         self._rollouts = VerlRollouts(config, llm_client)
+        if not self._rollouts.counts_rollouts:
+            raise UsageError(
+                f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, but only with grpo verl counts "
+                "rollouts instead of segments in its baseline: set algorithm.adv_estimator=grpo"
+            )
         rollout = config.actor_rollout_ref.rollout
         self._sizes = {False: rollout.n, True: rollout.val_kwargs.n}
         self._settings: dict[bool, TrainerSettings] = {
