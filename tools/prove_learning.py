@@ -53,10 +53,8 @@ def report(out: Path, name: str, runs: dict[str, Path], summary: dict[str, Any])
 
 
 def compare(out: Path, name: str, env: str, minutes: float, seeds: Sequence[int]) -> None:
-    settings = tomllib.loads(SETTINGS.read_text())
-    config = TrainConfig.from_mapping(settings["train"] | {"minutes": minutes})
-    arguments = settings["run"]["arguments"]
-    runs = {f"seed {seed}": train(env, out, config, seed=seed, arguments=arguments) for seed in seeds}
+    config = TrainConfig.from_mapping(tomllib.loads(SETTINGS.read_text())["train"] | {"minutes": minutes})
+    runs = {f"seed {seed}": train(env, out, config, seed=seed) for seed in seeds}
     found = {label: [row for row in read_metrics(run) if "eval_pass_rate" in row] for label, run in runs.items()}
     summary = {
         label: {
