@@ -45,8 +45,13 @@ while True:
 async def kill_monitor(worker: Worker, home: ProviderHome) -> None:
     """Kill the monitor and wait until the worker has noticed."""
     assert worker._process is not None
-    os.kill(find_monitors(home)[0], signal.SIGKILL)
-    await asyncio.wait({worker._process.ended}, timeout=20)
+    ended = worker._process.ended
+    async with asyncio.timeout(60):
+        while not ended.done():
+            for monitor in find_monitors(home)[:1]:  # may be a dying process of the monitor before
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(monitor, signal.SIGKILL)
+            await asyncio.wait({ended}, timeout=0.2)
 
 
 def find_monitors(home: ProviderHome) -> list[int]:
