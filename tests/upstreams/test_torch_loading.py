@@ -126,7 +126,7 @@ def test_upstream_is_opened_without_torch(saved: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_gguf_file_is_dequantised_into_trainable_weights() -> None:
-    if not GGUF.exists():
+    if not (SMOLLM2 / "complete").exists():  # written when both forms of the model are there
         pytest.skip("[probed] this machine has no SmolLM2 (make engines)")
     pytest.importorskip("gguf")
     model, tokenizer = load_model(GGUF)
