@@ -49,7 +49,9 @@ class SleepingEnvironment(ScriptedEnvironment):
         await super().run(ctx)
         if command := ctx.task.data.get("command"):
             sandbox = await ctx.sandbox()
-            await sandbox.exec(Command(argv=tuple(command.split()), wall=600))
+            result = await sandbox.exec(Command(argv=tuple(command.split()), wall=600))
+            if not result.ok:
+                raise SandboxError(f"the command was {result.status}", cause="sandbox.lost")
 
 
 def make_task(name: str, rewards: Sequence[float | None], **data: Any) -> dict[str, Any]:
