@@ -61,7 +61,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
     key: bytes
     node: str
     resources: NodeResources | None = None
-    """What the launcher knows of the node's resources; None means that the agent finds out."""
+    """The node's resources, if the launcher knows them. If it is None, the agent measures them."""
 
 
 class NodeFolder:

@@ -2,6 +2,7 @@
 
 import shutil
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,52 +36,46 @@ from tests.upstreams.test_http_tls import certificate, server_side
 __all__ = ["certificate", "local_sandboxes", "server_side"]
 
 
-@pytest.mark.long
-@needs_ssh
-async def test_agent_on_another_machine_reaches_the_gateway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ssh_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxSpec]:
+    """Start an SSH server, and yield the spec of sandboxes on the machine that it stands for."""
     server = SshServer(tmp_path)
     server.start()
     try:
         monkeypatch.setenv(HOSTS_VARIABLE, "here")
         monkeypatch.setenv(OPTIONS_VARIABLE, f"-F {server.write_config()}")
-        env = AgentEnvironment("program", script=write_program(tmp_path, TURNS))
-        async with (
-            ModelServer(scripted_model("hm", "42")) as model,
-            scripted_engine(model, env, tmp_path, sandbox=SandboxSpec(provider="ssh")) as engine,
-        ):
-            (rollout,) = await run_rollouts(engine, [ROW])
-        assert_trainable(rollout, 2)
+        yield SandboxSpec(provider="ssh")
     finally:
         server.stop()
 
 
 @pytest.mark.long
 @needs_ssh
-async def test_installed_agent_is_copied_to_another_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = SshServer(tmp_path)
-    server.start()
-    try:
-        monkeypatch.setenv(HOSTS_VARIABLE, "here")
-        monkeypatch.setenv(OPTIONS_VARIABLE, f"-F {server.write_config()}")
-        launcher = {
-            "name": "shell",
-            "needs": ["sh"],
-            "command": ["sh", "-c", "echo {agent}; cat {agent}/x > answer.txt", "sh", "{prompt}"],
-            "install": {"commands": [["sh", "-c", "echo yes > x"]]},
-        }
-        spec = SandboxSpec(provider="ssh")
-        async with ModelServer("ok") as model:
-            with agents_directory(tmp_path / "agents"):
-                async with scripted_engine(model, AgentEnvironment(launcher), tmp_path, sandbox=spec) as engine:
-                    (rollout,) = await run_rollouts(engine, [{"prompt": "x", "answer": "yes"}])
-        assert rollout.reward == 1.0, rollout.outcome
-        assert rollout.info["agents"][0]["stdout"].strip() == UPLOAD_DIRECTORY
-    finally:
-        server.stop()
+async def test_agent_on_another_machine_reaches_the_gateway(ssh_spec: SandboxSpec, tmp_path: Path) -> None:
+    env = AgentEnvironment("program", script=write_program(tmp_path, TURNS))
+    async with (
+        ModelServer(scripted_model("hm", "42")) as model,
+        scripted_engine(model, env, tmp_path, sandbox=ssh_spec) as engine,
+    ):
+        (rollout,) = await run_rollouts(engine, [ROW])
+    assert_trainable(rollout, 2)
+
+
+@pytest.mark.long
+@needs_ssh
+async def test_installed_agent_is_copied_to_another_machine(ssh_spec: SandboxSpec, tmp_path: Path) -> None:
+    launcher = {
+        "name": "shell",
+        "needs": ["sh"],
+        "command": ["sh", "-c", "echo {agent}; cat {agent}/x > answer.txt", "sh", "{prompt}"],
+        "install": {"commands": [["sh", "-c", "echo yes > x"]]},
+    }
+    async with ModelServer("ok") as model:
+        with agents_directory(tmp_path / "agents"):
+            async with scripted_engine(model, AgentEnvironment(launcher), tmp_path, sandbox=ssh_spec) as engine:
+                (rollout,) = await run_rollouts(engine, [{"prompt": "x", "answer": "yes"}])
+    assert rollout.reward == 1.0, rollout.outcome
+    assert rollout.info["agents"][0]["stdout"].strip() == UPLOAD_DIRECTORY
 
 
 @pytest.mark.usefixtures("local_sandboxes")

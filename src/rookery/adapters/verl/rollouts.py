@@ -65,7 +65,7 @@ class VerlRollouts:
             raise UsageError("verl's configuration has no rookery.env: add +rookery.env=NAME to the command line")
         options = dict(OmegaConf.to_container(section, resolve=True))
         self.counts_rollouts = str(config.algorithm.adv_estimator) == "grpo"
-        """Whether verl's baseline counts a rollout with several segments once. Other estimators count segments."""
+        """True if verl's estimator counts rollouts in its baseline. Other estimators count segments."""
         self.baseline = options.pop("baseline", "leave_one_out")
         check_choice("rookery.baseline", self.baseline, ("leave_one_out", "mean"))
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
