@@ -75,10 +75,15 @@ class DockerEngine:
                 raise RuntimeError(f"the Docker engine answered {reply.status}: {(await reply.text())[:300]}")
             return await reply.json() if "json" in reply.content_type else await reply.read()
 
-    async def exec(self) -> float:
-        """Run a command in a live container, with output and exit code, and return milliseconds."""
+    @property
+    def container(self) -> str:
+        """ID of a live container."""
+        return self._container
+
+    async def exec(self, *command: str) -> float:
+        """Run a command in the live container, with output and exit code, and return milliseconds."""
         began = time.perf_counter()
-        request = {"Cmd": list(COMMAND), "AttachStdout": True, "AttachStderr": True}
+        request = {"Cmd": list(command or COMMAND), "AttachStdout": True, "AttachStderr": True}
         created = await self.call("POST", f"/containers/{self._container}/exec", request)
         await self.call("POST", f"/exec/{created['Id']}/start", {"Detach": False, "Tty": False})
         ended = await self.call("GET", f"/exec/{created['Id']}/json")

@@ -1,8 +1,9 @@
-"""Rows of the benchmark `docker`: unpacking an image for the provider `local`, beside `tar -x` of the same layers.
+"""Rows of the benchmark `docker`: unpacking an image for the provider `local`, beside `tar -x` and umoci.
 
 The image has several layers of many small files, taken from this machine's system and Python. Ours reads the
 image, verifies two digests per layer, unpacks the layers for an overlay and publishes them in the store. The peer
-runs `tar` for each layer, with options that keep permissions, into one directory on the same disk.
+`tar` runs once for each layer, with options that keep permissions, into one directory on the same disk. The peer
+umoci reads and verifies the whole image, as ours does.
 
 Method:
 - both unpack the same bytes on the same disk, alternately; the result is removed before the next round;
@@ -25,11 +26,16 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import Progress, Result
+from benchmarks.peers import peers_folder
 from rookery.sandbox_runtime import processes
 
 TARGET = ">= 0.667x"
 """At most one and a half times as long as the peer."""
 PEER = "tar -x"
+UMOCI = "umoci unpack"
+TAG = "bench"
+CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
+LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 LAYERS = (40 << 20, 30 << 20, 50 << 20, 30 << 20)
 QUICK_LAYERS = (15 << 20, 15 << 20, 15 << 20)
 ROUNDS, QUICK_ROUNDS = 7, 5
@@ -38,8 +44,9 @@ _SKIPPED = {"__pycache__", "site-packages", "dist-packages", ".git"}
 
 
 def unpack_rows(quick: bool, progress: Progress) -> list[Result]:
-    """Return the rows `unpack` and `unpack_plain`."""
+    """Return the rows `unpack` and `unpack_plain`, one for each peer."""
     tar = shutil.which("tar")
+    umoci = shutil.which("umoci", path=f"{peers_folder() / 'umoci/root/usr/bin'}:{os.environ.get('PATH', '')}")
     with tempfile.TemporaryDirectory(prefix="rookery-unpack-", dir=_store_disk()) as folder_name:
         folder = Path(folder_name)
         progress("creating an image from this machine's files")
@@ -49,25 +56,29 @@ def unpack_rows(quick: bool, progress: Progress) -> list[Result]:
             layers = _compress(plain) if compressed else plain
             image = _write_layout(folder / row_name, layers, plain)
             size = sum(path.stat().st_size for path in layers) >> 20
-            ours, theirs = [], []
+            ours: list[float] = []
+            theirs: dict[str, list[float]] = {PEER: [], UMOCI: []}
             for at in range(QUICK_ROUNDS if quick else ROUNDS):
                 progress(f"{row_name}: round {at + 1}")
                 ours.append(_install_seconds(image, folder / "store"))
                 if tar is not None:
-                    theirs.append(_tar_seconds(tar, layers, folder / "tar"))
+                    theirs[PEER].append(_tar_seconds(tar, layers, folder / "tar"))
+                if umoci is not None:
+                    theirs[UMOCI].append(_umoci_seconds(umoci, image, folder / "umoci"))
             kind = "compressed" if compressed else "plain"
             note = f"{len(layers)} layers, {size} MB {kind}, {sum(map(_count, plain)):,} entries"
-            rows.append(
-                Result(
-                    name=row_name,
-                    unit="s",
-                    ours=median(ours),
-                    peer=PEER,
-                    theirs=median(theirs) if theirs else None,
-                    target=TARGET,
-                    note=note if tar else f"{note}; the program `tar` is not installed",
+            for peer, seconds in theirs.items():
+                rows.append(
+                    Result(
+                        name=row_name,
+                        unit="s",
+                        ours=median(ours),
+                        peer=peer,
+                        theirs=median(seconds) if seconds else None,
+                        target=TARGET,
+                        note=note if seconds else f"{note}; the peer is not installed",
+                    )
                 )
-            )
         return rows
 
 
@@ -98,6 +109,15 @@ def _tar_seconds(tar: str, layers: list[Path], target: Path) -> float:
     began = time.perf_counter()
     for layer in layers:
         subprocess.run([tar, "-xpf", str(layer), "-C", str(target)], check=True, stderr=subprocess.DEVNULL)
+    took = time.perf_counter() - began
+    processes.remove_tree(str(target))
+    return took
+
+
+def _umoci_seconds(umoci: str, image: Path, target: Path) -> float:
+    began = time.perf_counter()
+    argv = [umoci, "unpack", "--image", f"{image}:{TAG}", str(target)]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     took = time.perf_counter() - began
     processes.remove_tree(str(target))
     return took
@@ -176,10 +196,12 @@ def _write_layout(folder: Path, layers: list[Path], plain: list[Path]) -> Path:
     for layer in layers:
         digest = _digest(layer)
         os.link(layer, blobs / digest[7:])
-        kind = "application/vnd.oci.image.layer.v1.tar"
+        kind = LAYER_TYPE + ("+gzip" if layer.suffix == ".gz" else "")
         described.append({"mediaType": kind, "digest": digest, "size": layer.stat().st_size})
-    manifest = {"schemaVersion": 2, "config": write_blob(json.dumps(config).encode()), "layers": described}
-    entry = {"mediaType": MANIFESTS[0], **write_blob(json.dumps(manifest).encode())}
+    described_config = {"mediaType": CONFIG_TYPE, **write_blob(json.dumps(config).encode())}
+    manifest = {"schemaVersion": 2, "config": described_config, "layers": described}
+    name = {"annotations": {"org.opencontainers.image.ref.name": TAG}}
+    entry = {"mediaType": MANIFESTS[0], **name, **write_blob(json.dumps(manifest).encode())}
     (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
     return folder
 

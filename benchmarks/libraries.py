@@ -11,8 +11,10 @@ import asyncio
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,11 +28,13 @@ import uvloop
 from aiohttp import web
 
 from benchmarks import Progress, Result
+from benchmarks import docker_engine as docker
 from benchmarks.instant_model import InstantProtocol, Replies, instant_model, token_reply
 from benchmarks.process_usage import cpu_ns
 from rookery.gateway.http_messages import EVENT_STREAM, Request, ResponseWriter
 from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.server import Server
+from rookery.sandboxes.docker.client import EngineClient, api_path
 from rookery.telemetry.catalogue import GATEWAY_COUNTS
 from rookery.upstreams.http_client import Client, encode_headers
 
@@ -49,6 +53,8 @@ PIECE: Final = (
 )
 JSON_HEADERS: Final = {"Accept": "application/json", "Content-Type": "application/json"}
 SECONDS: Final = 60.0
+LARGE_FILE: Final = "/large"
+LARGE_BYTES: Final = 64 << 20
 
 Send = Callable[[str], Awaitable[int]]
 """Send one request to a path and return the number of bytes of the response's body."""
@@ -358,6 +364,67 @@ def _compare_metrics(rounds: int, count: int) -> list[Result]:
     ]
 
 
+async def _compare_engine_clients(rounds: int, count: int, progress: Progress) -> list[Result]:
+    """The client of container engines beside aiodocker: one call, and one large file copied out of a container."""
+    library = _load("aiodocker")
+    async with docker.open_engine() as engine:
+        if isinstance(engine, str) or library is None:
+            progress(engine if isinstance(engine, str) else "aiodocker is not installed")
+            return []
+        own = EngineClient(engine.socket)
+        theirs = library.Docker(url=f"unix://{engine.socket}")
+        path = api_path("containers", engine.container, "archive", path=LARGE_FILE)
+
+        async def call_own() -> object:
+            return await own.call("GET", api_path("containers", engine.container, "json"))
+
+        async def call_theirs() -> object:
+            return await theirs.containers.container(engine.container).show()
+
+        async def copy_own() -> None:
+            with tempfile.TemporaryFile() as file:
+                async with own.stream("GET", path) as body:
+                    while block := await body.read(1 << 18):
+                        file.write(block)
+
+        async def copy_theirs() -> None:
+            (await theirs.containers.container(engine.container).get_archive(LARGE_FILE)).close()
+
+        try:
+            await engine.exec("sh", "-c", f"head -c {LARGE_BYTES} /dev/zero > {LARGE_FILE}")
+            costs: tuple[list[float], list[float]] = ([], [])
+            for _ in range(rounds):
+                for call, cost in zip((call_own, call_theirs), costs, strict=True):
+                    await call()
+                    begun = time.process_time()
+                    for _ in range(count):
+                        await call()
+                    cost.append((time.process_time() - begun) / count * 1e6)
+            memory = await _measure_peak_mb(copy_own), await _measure_peak_mb(copy_theirs)
+        finally:
+            await own.close()
+            await theirs.close()
+    peer = f"aiodocker {library.__version__}"
+    figures = (
+        ("container engine, inspect", "CPU us", min(costs[0]), min(costs[1])),
+        ("container engine, copy 64 MiB", "MB", memory[0], memory[1]),
+    )
+    return [
+        Result(name=name, unit=unit, ours=own_figure, peer=peer, theirs=their_figure, target=TARGET)
+        for name, unit, own_figure, their_figure in figures
+    ]
+
+
+async def _measure_peak_mb(run: Callable[[], Awaitable[None]]) -> float:
+    """Return the largest memory that Python objects had while `run` ran, in MB."""
+    tracemalloc.start()
+    try:
+        await run()
+        return tracemalloc.get_traced_memory()[1] / 1e6
+    finally:
+        tracemalloc.stop()
+
+
 def run(quick: bool, progress: Progress) -> list[Result]:
     rounds, count = (3, 1000) if quick else (8, 4000)
     results: list[Result] = []
@@ -366,6 +433,8 @@ def run(quick: bool, progress: Progress) -> list[Result]:
         results += runner.run(_compare_clients(rounds, count))
         progress("HTTP servers")
         results += runner.run(_compare_servers(rounds, count))
+        progress("clients of container engines")
+        results += runner.run(_compare_engine_clients(rounds, count // 20, progress))
     progress("Prometheus")
     return results + _compare_metrics(rounds, count)
 

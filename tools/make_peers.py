@@ -121,7 +121,7 @@ def _install(peer: Peer, target: Path) -> str:
 # ------------------------------------------------------------------------- bwrap, and a private Docker engine
 
 SANDBOXES, ENGINE, PODMAN, SSH, CHROMIUM = "sandboxes", "engine", "podman", "ssh", "chromium"
-PROMETHEUS, KUBECTL = "prometheus", "kubectl"
+PROMETHEUS, KUBECTL, UMOCI = "prometheus", "kubectl", "umoci"
 KUBECTL_RELEASE = "trixie"
 """The first Debian release whose kubectl runs programs in pods over WebSockets."""
 DEBS = ("bubblewrap", "docker.io", "mmdebstrap")
@@ -146,6 +146,11 @@ def make_chromium(folder: Path) -> str:
 def make_prometheus(folder: Path) -> str:
     """Unpack Prometheus for tests that start their own server. Returns an error message, or the empty string."""
     return _make_programs(folder, PROMETHEUS, (PROMETHEUS,), ("usr/bin/prometheus",))
+
+
+def make_umoci(folder: Path) -> str:
+    """Unpack umoci, a peer of the benchmark `docker`. Returns an error message, or the empty string."""
+    return _make_programs(folder, UMOCI, (UMOCI,), ("usr/bin/umoci",))
 
 
 def make_kubectl(folder: Path) -> str:
@@ -328,6 +333,7 @@ def main() -> int:
     known[SANDBOXES] = make_sandboxes
     known[SSH] = make_ssh
     known[PROMETHEUS] = make_prometheus
+    known[UMOCI] = make_umoci
     known[KUBECTL] = make_kubectl
     if unknown := [name for name in args.peers if name not in known]:
         parser.error(f"no such peer: {', '.join(unknown)} (known: {', '.join(known)})")

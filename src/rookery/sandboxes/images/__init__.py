@@ -25,5 +25,6 @@ other program pulls and unpacks their images.
 
 The PyPI packages `oras` and `python-dxf` cover only the download, a tenth of the code, and not all of it: they
 neither resume an interrupted download nor ask credential helpers. `docker` needs a container engine. None of them
-unpacks layers; umoci and containerd do, but they are Go programs that users would have to install.
+unpacks layers; umoci and containerd do, but they are Go programs that users would have to install. umoci takes
+twice as long to unpack an image (`python -m benchmarks docker`).
 """
