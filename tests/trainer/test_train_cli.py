@@ -187,6 +187,31 @@ def test_dry_run_shows_the_settings_of_training(
 
 
 @pytest.mark.parametrize(
+    ("run", "train", "arguments", "size"),
+    [
+        ("k = 2", "", [], 2),
+        ("k = 2", "group_size = 3", [], 3),
+        ("k = 2", "group_size = 3", ["-k", "4"], 4),
+        ("k = 2", "", ["--group-size", "5"], 5),
+    ],
+)
+def test_rollouts_per_task_are_the_group_size_unless_that_is_set_as_explicitly(
+    run: str,
+    train: str,
+    arguments: list[str],
+    size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rookery.toml").write_text(f"[run]\n{run}\n[train]\nsteps = 1\n{train}\n")
+    assert run_app(["train", PARITY, "--dry-run", "--json", *arguments]) == 0
+    event = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert {row["name"]: row["value"] for row in event["values"]}["group-size"] == size
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         [],
@@ -239,9 +264,12 @@ def test_train_writes_events_and_resumes(
     assert read_settings(folder).train.groups == 3
 
     assert run_app(["train", "--resume", "latest", "--steps", "3"]) == 0
-    assert run_app(["train", PARITY, "--resume", "latest"]) == 2
+    shown = capfd.readouterr().err
+    assert "rookery.toml" in shown
+    assert "step 3" in shown
+    for refused in ([PARITY], ["--concurrency", "2"]):
+        assert run_app(["train", *refused, "--resume", "latest"]) == 2
     assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 2, 3, 3]
-    assert "step 3" in capfd.readouterr().err
 
 
 def test_resume_reads_the_tasks_again_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,16 @@ def test_resume_with_more_steps_continues(tmp_path: Path) -> None:
     assert read_settings(result.folder).train.steps == 2
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_every_step_counts_its_groups_before_and_after_a_resume(tmp_path: Path, lag: int) -> None:
+    settings = {"groups": 1, "max_refill": 1, "lag": lag, "eval_tasks": 0}
+    result = train(Parity(), tmp_path, steps=3, **settings).train()
+    resume_training(result.folder, env=Parity(), steps=6).train()
+    rows = read_metrics(result.folder)
+    assert [row["groups"] for row in rows] == [1] * 6
+    assert all(row["rollouts"] == 4 and row["reward"] is not None for row in rows)
+
+
 def test_a_training_run_is_used_by_one_process_at_a_time(tmp_path: Path) -> None:
     trainer = train(Parity(), tmp_path, steps=1)
     with pytest.raises(UsageError):
@@ -314,6 +324,21 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
     resumed = resume_training(trainer.folder.path, env=Parity())
     assert resumed.progress.step == 1
     assert resumed.train().steps == 4
+
+
+def test_settings_that_cannot_be_written_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_bytes
+
+    def fail(path: Path, data: bytes) -> int:
+        if "train.json" in path.name:
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(TrainingError) as caught:
+        train(Parity(), tmp_path / "runs", steps=1)
+    assert caught.value.reason == "disk"
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.fixture

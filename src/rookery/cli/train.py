@@ -53,15 +53,13 @@ class TrainCommand(CommandWithPlugins):
 @click.option("--plot", is_flag=True, help="Draw the learning curve at the end (learning.png, learning.svg).")
 @click.pass_context
 def train(ctx: click.Context, /, **values: Any) -> int:
-    from click.core import ParameterSource
-
     from rookery.cli.progress import JsonLines
 
     events = JsonLines() if values["json"] else None
     try:
         values["variables"] = parse_variables(values["variable"], get_table(ctx, "variables"))
         values["policy"] = values["policy"] or ("embedded",)
-        if ctx.get_parameter_source("per_task") is ParameterSource.COMMANDLINE:
+        if _rank_source(ctx, "per_task") < _rank_source(ctx, "group_size"):
             values["group_size"] = values["per_task"]
         if len(values["policy"]) > 1:
             raise UsageError("one policy is trained: pass --policy once")
@@ -77,6 +75,15 @@ def train(ctx: click.Context, /, **values: Any) -> int:
         if events is not None:
             events.write("error", detail=str(error), exit_code=2)
         raise
+
+
+def _rank_source(ctx: click.Context, name: str) -> int:
+    """Return how explicitly an option is set: 0 on the command line, up to 3 for the default."""
+    from click.core import ParameterSource as Source
+
+    order = (Source.COMMANDLINE, Source.ENVIRONMENT, Source.DEFAULT_MAP)
+    source = ctx.get_parameter_source(name)
+    return order.index(source) if source in order else len(order)
 
 
 def _select_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -131,21 +138,29 @@ def _start(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
 
 
 def _resume(ctx: click.Context, values: dict[str, Any]) -> "Trainer":
-    """Open a training run with its settings. Training options on the command line replace stored ones."""
-    from click.core import ParameterSource
+    """Open a training run with its settings. Training options on the command line replace stored ones.
 
+    Raise `UsageError` for other options on the command line, which would have no effect.
+    """
     from rookery.cli.run import select_tasks
     from rookery.environments import load_environment
     from rookery.trainer import find_training_run, read_settings, resume_training
 
-    if values["env"] and ctx.get_parameter_source("env") is ParameterSource.COMMANDLINE:
-        raise UsageError("--resume continues a run with its own environment: leave out ENV")
+    given = {param.name: param for param in ctx.command.params if param.name and not _rank_source(ctx, param.name)}
+    settings = _select_settings(values)
+    for name, param in given.items():
+        if name not in (*settings, "per_task", "resume", "config", "out", "json", "plot"):
+            raise UsageError(
+                "--resume continues a run with its own environment and settings, and only training options can be "
+                f"changed: leave out {'ENV' if name == 'env' else param.opts[-1]}"
+            )
     folder = find_training_run(values["resume"], Path(values["out"]))
-    changes = {
-        name: value
-        for name, value in _select_settings(values).items()
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
+    if {*(ctx.default_map or {})} - {"out"}:
+        text = f"the settings in {values['config']} are ignored: --resume uses those that are stored in the run"
+        click.echo(click.style("warning: ", fg="yellow") + text, err=True)
+    changes = {name: value for name, value in settings.items() if name in given}
+    if "per_task" in given:
+        changes["group_size"] = settings["group_size"]
     engine = read_settings(folder).engine
     stream = {"tasks": "", "num_tasks": None, "task_data": None, "variables": {}} | engine.get("stream", {})
     tasks = None

@@ -32,7 +32,7 @@ def write_error(path: Path, error: Exception) -> TrainingError:
     free = shutil.disk_usage(existing).free / 1e6
     return TrainingError(
         f"{path} could not be written: {why}; the disk has {free:,.1f} MB left. Checkpoints are intact: free some "
-        "space and continue with --resume",
+        "space and continue with --resume, or start again if there is no checkpoint yet",
         reason="disk",
     )
 

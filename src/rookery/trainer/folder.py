@@ -136,11 +136,14 @@ class TrainingFolder(ClosesOnExit):
     # ---- settings and metrics
 
     def describe(self, policy: str, config: TrainConfig, engine: dict[str, Any]) -> None:
-        """Write the settings."""
+        """Write the settings. Raise `TrainingError` if this fails."""
         data = msgspec.json.encode(Settings(policy=policy, train=config, engine=engine))
         temporary = self.path / f".{SETTINGS}"
-        temporary.write_bytes(msgspec.json.format(data, indent=2))
-        temporary.replace(self.path / SETTINGS)
+        try:
+            temporary.write_bytes(msgspec.json.format(data, indent=2))
+            temporary.replace(self.path / SETTINGS)
+        except OSError as error:
+            raise write_error(self.path / SETTINGS, error) from error
 
     def write_metrics(self, row: dict[str, Any]) -> None:
         """Append one row to the metrics file. Raise `TrainingError` if this fails."""

@@ -284,7 +284,8 @@ class Trainer:
                 self.policy.close()
             self.folder.close() if folder else self.folder.remove()
             raise
-        self._seen: deque[Group] = deque()
+        self._replaced: deque[Group] = deque()
+        """Groups that `refill` replaced since the last step."""
 
     def train(self) -> TrainResult:
         """Train until `steps` or `minutes` are reached, and return what was achieved.
@@ -315,11 +316,12 @@ class Trainer:
     def _steps(self, engine: SyncEngine) -> Generator[Step, None, None]:
         """Return the stream of training steps. Rollouts continue in other processes while this one trains."""
         config = self.config
-        limit = config.max_refill * config.groups
+        most = (config.max_refill - 1) * config.groups if config.refill else 0
 
         def keep(group: Group) -> bool:  # runs in the engine's thread
-            self._seen.append(group)
-            return not config.refill or is_informative(group.rewards) or len(self._seen) >= limit
+            if not (kept := is_informative(group.rewards) or len(self._replaced) >= most):
+                self._replaced.append(group)
+            return kept
 
         size, sampler = config.group_size, self._sampler
         return engine.steps(
@@ -333,10 +335,11 @@ class Trainer:
             started = time.monotonic()
             step = next(steps)
             waited = time.monotonic()
+            replaced = [self._replaced.popleft() for _ in range(len(self._replaced))]
             batch = setup.build_batch(step.groups, config)
             empty = 0 if any(kind == "informative" for kind in batch.groups.kind) else empty + 1
             if empty >= MAX_EMPTY:
-                raise no_signal_error(list(self._seen), empty)
+                raise no_signal_error([*step.groups, *replaced], empty)
             stats = StepStats() if empty else self._optimise(batch)
             if config.ratios and not empty:
                 self._write_ratios(engine, batch)
@@ -345,9 +348,8 @@ class Trainer:
             with engine.sync(progress.step, lambda: self.policy.push(progress.step)):
                 pass  # no token is sampled while the weights change
             synced = time.monotonic()
-            seen = [self._seen.popleft() for _ in range(len(self._seen))]
             self._write(
-                step_row(seen, batch, step.version)
+                step_row([*step.groups, *replaced], batch, step.version)
                 | msgspec.to_builtins(stats)
                 | {
                     "wait_seconds": waited - started,

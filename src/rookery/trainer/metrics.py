@@ -74,7 +74,7 @@ def evaluate(engine: SyncEngine, tasks: Sequence[Task], k: int) -> tuple[dict[st
 
 
 def step_row(seen: Sequence[Group], batch: Batch, version: int) -> dict[str, Any]:
-    """Return the metrics of a step's rollouts. `seen` are all groups that ended, also those that were refilled."""
+    """Return the metrics of a step's rollouts. `seen` are its groups and those that `refill` replaced."""
     rollouts = [rollout for group in seen for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.valid and rollout.reward is not None]
     failed = Counter(label(rollout.outcome) for rollout in rollouts if isinstance(rollout.outcome, Failed))
