@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rookery.cli.run import pin_blas_threads
-from rookery.core.blas_threads import THREAD_VARIABLES, one_blas_thread
+from rookery.core.child_processes import THREAD_VARIABLES, one_blas_thread
 from tests.engine.blas_probe import ReportsBlasThreads
 from tests.engine.conftest import build_engine
 from tests.gateway.shard_kit import run_gateway

@@ -22,7 +22,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "compare": ("rookery.cli.compare:compare", "Compare two runs, paired by task."),
     "plot": ("rookery.cli.plot:plot", "Draw the curves of runs as PNG and SVG, or in the terminal."),
     "export": ("rookery.cli.export:export", "Write a run as JSONL, CSV or Parquet."),
-    "import": ("rookery.cli.import_:import_", "Write trajectories of other programs as a run."),
+    "import": ("rookery.cli.export:import_", "Write trajectories of other programs as a run."),
     "init": ("rookery.cli.init:init", "Create a first environment."),
     "tasks": ("rookery.cli.tasks:tasks", "List, show and convert tasks."),
     "validate": ("rookery.cli.validate:validate", "Check that tasks can be solved and cannot be cheated."),

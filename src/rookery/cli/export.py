@@ -1,4 +1,8 @@
-"""`rookery export`: write the rollouts of a run as JSONL, CSV or Parquet, or their conversations."""
+"""`rookery export` and `rookery import`: exchange rollouts with other programs.
+
+`export` writes the rollouts of a run as JSONL, CSV or Parquet, or their conversations. `import` writes
+trajectories of other programs as a run.
+"""
 
 import sys
 from pathlib import Path
@@ -13,7 +17,7 @@ from rookery.core import UsageError
 if TYPE_CHECKING:
     from rookery.journal.export import Kind
 
-_HELP = """Write the rollouts of RUN as JSONL, CSV or Parquet, one row per rollout.
+_EXPORT_HELP = """Write the rollouts of RUN as JSONL, CSV or Parquet, one row per rollout.
 
 The formats atif, openai and sharegpt are JSONL with the conversations alone: one ATIF trajectory per rollout, or
 one row of messages per conversation of a rollout with a reward.
@@ -21,8 +25,15 @@ one row of messages per conversation of a rollout with a reward.
 Without -o, the rows are written to stdout, except Parquet. A file appears under its name only when it is complete.
 """
 
+_IMPORT_HELP = """Write the ATIF trajectories in FILES as a new run, and print its directory.
 
-@click.command(help=_HELP, short_help="Write a run as JSONL, CSV or Parquet.")
+ATIF is the Agent Trajectory Interchange Format, which Harbor and other programs write. A file contains one
+trajectory as JSON, or one per line. `rookery show`, `view`, `compare` and `export` work on the run. Trajectories
+without a reward are shown, but count in no mean.
+"""
+
+
+@click.command(help=_EXPORT_HELP, short_help="Write a run as JSONL, CSV or Parquet.")
 @click.argument("name", metavar="RUN")
 @option("-o", "--out", metavar="FILE", help="Output file.  [default: stdout]")
 @option(
@@ -71,4 +82,14 @@ def export(
         where = "they are left out" if kind in ("atif", "openai", "sharegpt") else "see `damage` in their rows"
         text = f"{done.damaged:,} rollouts have missing or damaged tokens: {where}"
         click.echo(click.style("warning: ", fg="yellow") + text, err=True)
+    return 0
+
+
+@click.command("import", help=_IMPORT_HELP, short_help="Write trajectories of other programs as a run.")
+@click.argument("files", metavar="FILES...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@runs_option
+def import_(files: tuple[Path, ...], root: str | None) -> int:
+    from rookery.journal.atif_import import import_atif
+
+    click.echo(import_atif(files, find_runs_folder(root)))
     return 0

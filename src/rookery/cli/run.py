@@ -16,7 +16,7 @@ from rookery.cli.config import get_table
 from rookery.cli.options import parse_columns, parse_variables, run_options
 from rookery.cli.plugins import CommandWithPlugins
 from rookery.core import RookeryError, Taskset, UsageError
-from rookery.core.blas_threads import one_blas_thread
+from rookery.core.child_processes import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -58,7 +58,7 @@ def serve_embedded(
     import asyncio
     import os
 
-    from rookery.core.blas_threads import one_blas_thread
+    from rookery.core.child_processes import one_blas_thread
 
     os.environ.update(one_blas_thread(os.environ))  # clients share the cores, and its matrix products are small
     from rookery.engine.processes import new_event_loop

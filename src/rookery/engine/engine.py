@@ -16,7 +16,7 @@ import msgspec
 
 from rookery.core import Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
 from rookery.core.errors import suggestion
-from rookery.core.struct_options import struct_option
+from rookery.core.options import struct_option
 from rookery.engine import processes
 from rookery.engine.cluster import open_cluster
 from rookery.engine.config import (

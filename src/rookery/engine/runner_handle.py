@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from rookery.core import CancelledReason, RookeryError
-from rookery.core.blas_threads import one_blas_thread
+from rookery.core.child_processes import one_blas_thread
 from rookery.engine.crash_attribution import DeathKind
 from rookery.engine.executor import Executor
 from rookery.engine.framing import FramedConnection

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from rookery.core import Limits, Sampling, SandboxSpec, Task, ToolSchema, UsageError
 from rookery.core.errors import describe, suggestion
-from rookery.core.struct_options import struct_option
+from rookery.core.options import struct_option
 from rookery.environments.base import Environment, reward_bounds
 from rookery.environments.loader import EnvironmentRef, load_environment, make_reference
 from rookery.tasks import load_tasks, tasks_from

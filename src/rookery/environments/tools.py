@@ -21,7 +21,7 @@ import msgspec
 
 from rookery.core import ToolSchema, UsageError
 from rookery.core.errors import describe
-from rookery.core.imports import import_attribute
+from rookery.core.options import import_attribute
 from rookery.environments.context import Context
 from rookery.environments.text import clip
 

@@ -31,7 +31,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from rookery.core import RookeryError, UsageError
-from rookery.core.blas_threads import one_blas_thread
+from rookery.core.child_processes import one_blas_thread
 from rookery.core.errors import unwrap_group
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, resolve_rendering

@@ -20,7 +20,7 @@ import msgspec
 
 from rookery.core import Message, RookeryError, Sampling, SandboxError, ScoringError, Task, TaskError, UsageError
 from rookery.core.errors import describe, suggestion
-from rookery.core.imports import import_attribute
+from rookery.core.options import import_attribute
 from rookery.gateway import Model
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.scoring.answer_process import check_answer

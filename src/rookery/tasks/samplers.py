@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from rookery.core import UsageError
 from rookery.core.errors import suggestion
-from rookery.core.imports import import_attribute
+from rookery.core.options import import_attribute
 
 
 class TaskSampler(Protocol):
