@@ -8,8 +8,10 @@
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rookery.core import JournalError, RookeryError, Task, UsageError
 from rookery.core.errors import describe
@@ -47,6 +49,8 @@ TICK = 1.0
 """Seconds between two checks of the runners."""
 ONCE_PER_RUN = frozenset({NOT_ISOLATED, NO_TOKENS})
 """Kinds of events that every runner may send and that are recorded once per run."""
+P = ParamSpec("P")
+log = logging.getLogger("rookery.engine")
 
 
 class Stopped(RookeryError):  # noqa: N818  (an orderly end with a reason)
@@ -75,6 +79,23 @@ class PoolOwner(Protocol):
     def on_runner_death(self, runner: RunnerHandle, death: DeathKind, detail: str) -> None: ...
 
     def on_tick(self, late: float) -> None: ...
+
+
+Owner = TypeVar("Owner", bound=PoolOwner)
+
+
+def stop_run_on_error(method: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate[Owner, P], None]:
+    """Decorator for methods that the event loop calls: an exception stops the run with an `InternalError`."""
+
+    @wraps(method)
+    def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(owner, *args, **kwargs)
+        except Exception as error:
+            log.exception("the supervisor failed in %s", method.__name__)
+            owner.stop(InternalError(f"Rookery's supervisor failed in {method.__name__}: {describe(error)}"))
+
+    return call
 
 
 class RunnerPool:

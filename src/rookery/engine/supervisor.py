@@ -34,7 +34,6 @@ from rookery.core import (
     derive_seed,
 )
 from rookery.core.errors import MAX_DETAIL
-from rookery.engine.callbacks import stop_run_on_error
 from rookery.engine.circuit_breaker import CircuitBreaker
 from rookery.engine.cluster import open_cluster
 from rookery.engine.config import EngineConfig
@@ -48,7 +47,7 @@ from rookery.engine.retry import Final, Retry, find_hung_replicas
 from rookery.engine.run_services import RunGateway, RunKeeper, reap_other_runs, reap_run
 from rookery.engine.run_traces import RolloutTraces
 from rookery.engine.runner_handle import Dispatch, RunnerHandle
-from rookery.engine.runner_pool import TICK, RunnerPool, Stopped
+from rookery.engine.runner_pool import TICK, RunnerPool, Stopped, stop_run_on_error
 from rookery.engine.runner_protocol import NO_TOKENS, AttemptResult, AttemptSpec, Cancel, RunSettings
 from rookery.engine.scheduler import OpenGroup, OpenRollout
 from rookery.environments import Environment
