@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from rookery.core import Truncation
 from rookery.upstreams import UpstreamConfig, open_upstream
-from rookery.upstreams.detection import detect_kind
+from rookery.upstreams.registry import detect_kind
 from rookery.upstreams.torch import load_model
 from tests.engines.conftest import WEIGHTS, RunningEngine
 from tests.engines.helpers import PROMPT, SECONDS, make_request, read_floats, read_ints, rescore, vllm_config

@@ -117,6 +117,18 @@ def test_dialect_and_launcher_of_the_package_are_found(installed: Path) -> None:
     assert out == "/sample/completions sample-dialect\n"
 
 
+def test_address_with_the_path_prefix_of_the_package_selects_its_upstream(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "from rookery.upstreams import UpstreamConfig, absolute_address, kind_of\n"
+        "address = absolute_address('sample-file:model')\n"
+        "print(address, kind_of(UpstreamConfig(urls=(address,))))\n"
+    )
+    path = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", code]
+    out = subprocess.check_output(command, cwd=tmp_path, env=environ(PYTHONPATH=path), text=True)
+    assert out == f"sample-file:{tmp_path}/model sample-upstream\n"
+
+
 def test_openapi_document_contains_the_operations_of_the_package(installed: Path) -> None:
     code = "import json\nfrom rookery.gateway.openapi import build_openapi\nprint(json.dumps(build_openapi()))\n"
     path = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import test_utils, web
 
 from rookery.upstreams import UpstreamConfig, open_upstream
-from rookery.upstreams.detection import detect_kind
+from rookery.upstreams.registry import detect_kind
 from tests.engine_standins import standin
 
 REPLIES: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from rookery.gateway.public_url import is_loopback, is_url
 from rookery.sandboxes import has_own_loopback, open_provider
 from rookery.sandboxes.protocol import ProviderHome
 from rookery.upstreams import AUTO, absolute_address, open_upstream
-from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.protocol import UpstreamConfig
+from rookery.upstreams.registry import detect_kind
 
 if TYPE_CHECKING:
     from rookery.engine.config import EngineConfig

@@ -38,8 +38,8 @@ from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardS
 from rookery.gateway.public_url import check_public_url, parse_public_url
 from rookery.sandboxes.reaper import lock_directory
 from rookery.telemetry import Snapshot
-from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.listeners import bind_listener
+from rookery.upstreams.registry import detect_kind
 
 log = logging.getLogger("rookery.gateway")
 

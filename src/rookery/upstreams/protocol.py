@@ -297,6 +297,14 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 @runtime_checkable
+class AcceptsPath(Protocol):
+    """A class of upstreams whose address may be a prefix and a file path, such as `embedded:weights/`."""
+
+    path_prefixes: tuple[str, ...]
+    """The prefixes of such addresses. Relative paths after them are made absolute."""
+
+
+@runtime_checkable
 class SuppliesRendering(Protocol):
     """A class of upstreams whose model has a chat format of its own, so that users need not configure one."""
 

@@ -60,7 +60,9 @@ def _split(text: str) -> SplitResult:
     except ValueError:  # the error is not shown: it may quote a password
         raise UsageError(f"the inference engine's URL {shown!r} is invalid; {hint}") from None
     if parts.scheme not in ("http", "https") or "://" not in text:
-        near = suggestion(text.partition(":")[0], ("embedded",))
+        from rookery.upstreams.registry import kinds
+
+        near = suggestion(text.partition(":")[0], kinds())
         raise UsageError(
             f"the inference engine's URL {shown!r} does not begin with http:// or https://{near or f'; {hint}'}"
         )

@@ -35,6 +35,7 @@ class SampleUpstream(Upstream):
     """Upstream that gives the same reply to every call."""
 
     name = "sample-upstream"
+    path_prefixes = ("sample-file",)
     accepts_tokens = False
     accepts_raw_json = False
     version = 0

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from rookery.core import Finish, Sampling, Truncation, UpstreamError, UsageError, floats, ints
 from rookery.upstreams.concurrency_gate import ConcurrencyGate
@@ -67,6 +67,8 @@ class EmbeddedUpstream:
 
     The address `embedded` selects the bundled weights, `embedded:PATH` the weights at PATH.
     """
+
+    path_prefixes: ClassVar = (KIND,)
 
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:  # noqa: ARG002  (no key needed)
         if len(config.urls) > 1:

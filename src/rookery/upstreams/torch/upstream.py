@@ -23,7 +23,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
@@ -78,6 +78,8 @@ class PreparedCall(NamedTuple):
 
 class TorchUpstream:
     """Upstream that samples from a transformers model in this process."""
+
+    path_prefixes: ClassVar = ("hf", KIND)
 
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:  # noqa: ARG002  (no key needed)
         if len(config.urls) != 1:
