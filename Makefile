@@ -12,7 +12,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Long tests spend a third of their time waiting, so one worker more than there are processors keeps these busy.
 LONG_JOBS ?= $(shell echo $$(($(JOBS) ? $(JOBS) + 1 : 0)))
 
-.PHONY: demo test lint unit chromium viewer check-viewer test-viewer test-long test-agents test-engines test-trainers engines agents test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus kubectl wandb bench learn clean help
+.PHONY: demo test lint unit chromium viewer check-viewer test-viewer test-long test-agents test-engines test-trainers engines trainers agents downloads test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus kubectl wandb bench learn clean help
 
 help:
 	@echo "make demo    install the core dependencies and run a demonstration, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -24,15 +24,17 @@ help:
 	@echo "make test-agents  Claude Code and Codex from npm, in real sandboxes (downloads 1 GB; RECORD=1 stores their requests)"
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   install other systems under .peers/, for the benchmarks"
-	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for the benchmarks"
 	@echo "make engines  vLLM, llama.cpp and a small model, for the CPU (1.5 GB); make test-engines tests against them"
 	@echo "make test-trainers  other trainers (verl, ...) in virtual environments of their own, and the tests of their adapters"
+	@echo "make downloads  what tests need besides Python packages: all of the following"
 	@echo "make agents  real agents in the user's cache, for the tests of agents"
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
 	@echo "make prometheus  Prometheus under .peers/, for the tests of metrics (Debian)"
 	@echo "make kubectl  kubectl under .peers/, for the tests of pods (Debian)"
+	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for the benchmarks"
+	@echo "make wandb   Weights & Biases under .peers/, for the test of its logger"
 	@echo "make bench   run a benchmark (NAME=engine ARGS='--quick --json')"
 	@echo "make learn   train the embedded policy for 15 minutes and draw its learning curve (ARGS='--seed 1')"
 	@echo "make docs    build the documentation site into build/site"
@@ -101,6 +103,10 @@ test-engines: engines
 test-trainers: $(STAMP)
 	$(BIN)/python tools/make_trainers.py --test $(ARGS)
 
+# Installs the trainers without testing the adapters.
+trainers: $(STAMP)
+	$(BIN)/python tools/make_trainers.py $(ARGS)
+
 # Downloads about 1.5 GB once, into the user's cache.
 engines: $(STAMP)
 	$(BIN)/python tools/make_engines.py
@@ -108,6 +114,9 @@ engines: $(STAMP)
 # Not part of `make test`: on a machine without cgroup v2 it downloads and boots a kernel.
 test-cgroup2: $(STAMP)
 	$(BIN)/python tools/run_cgroup2.py $(ARGS)
+
+# What tests would otherwise miss. Everything is unpacked into the user's cache.
+downloads: tokenizers agents docker-engine podman ssh-server prometheus kubectl wandb
 
 # Not part of `make test`: it installs large packages from npm.
 test-agents: $(STAMP)
