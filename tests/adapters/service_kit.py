@@ -1,7 +1,7 @@
 """A rollout server in this process, and the segments of its journal."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -71,9 +71,3 @@ def read_segments(run: str, rollout: str) -> list[Segment]:
         record = reader.rollout(rollout)
         assert record is not None
         return load_segments(record, reader.tokens).segments
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -17,7 +17,8 @@ from rookery.core import UsageError
 from rookery.training.advantages import compute_advantages
 from tests.adapters.envs import TwoTurns
 from tests.adapters.kit import bigram_gradient
-from tests.adapters.service_kit import get_tasks, make_policy, read_segments, serving, wait_until
+from tests.adapters.service_kit import get_tasks, make_policy, read_segments, serving
+from tests.waiting import wait_until
 
 
 @pytest.fixture

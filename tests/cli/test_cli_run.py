@@ -219,11 +219,12 @@ async def test_interrupted_run_ends_cleanly_and_resume_finishes_it(
 
 async def wait_for_records(here: Path, count: int) -> None:
     """Wait until this many rollouts are in the journal."""
-    while True:
+
+    def recorded() -> bool:
         with RunReader(runs(here)[0]) as reader:
-            if sum(reader.counts().values()) >= count:
-                return
-        await asyncio.sleep(0.02)
+            return sum(reader.counts().values()) >= count
+
+    await wait_until(recorded)
 
 
 @pytest.mark.long

@@ -37,13 +37,14 @@ async def serving(*args: str, cwd: Path, **env: str) -> AsyncIterator[tuple[Any,
 
 async def wait_until_idle(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     """Wait until no program runs; return the health report."""
-    async with asyncio.timeout(60):
-        while True:
-            async with http.get(f"{url}/healthz") as answer:
-                status: dict[str, Any] = await answer.json()
-            if status["programs"] == 0:
-                return status
-            await asyncio.sleep(0.01)
+
+    async def idle() -> dict[str, Any] | None:
+        async with http.get(f"{url}/healthz") as answer:
+            status: dict[str, Any] = await answer.json()
+        return status if status["programs"] == 0 else None
+
+    status: dict[str, Any] = await wait_until(idle)
+    return status
 
 
 async def test_results_are_in_order_and_invalid_fields_are_named(tmp_path: Path) -> None:

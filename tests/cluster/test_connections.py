@@ -36,6 +36,7 @@ from rookery.core import Limits, SandboxSpec
 from rookery.engine.framing import FramedConnection
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments.loader import EnvironmentRef
+from tests.waiting import wait_until
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 JOIN = Join("runner", "node-1", "runner-7")
@@ -146,9 +147,7 @@ async def test_clients_are_accepted_after_an_error_and_after_silent_clients(
             )
         )
         with socket.create_connection(("127.0.0.1", port)):
-            async with asyncio.timeout(60):
-                while len(tasks) < 2:  # the silent client is being authenticated
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: len(tasks) >= 2)  # the silent client is being authenticated
             connecting = asyncio.create_task(connect("127.0.0.1", port, KEY, JOIN))
         with await asyncio.wait_for(connecting, 60):  # the silent client has left
             assert await asyncio.wait_for(served.get(), 60) == JOIN
@@ -326,9 +325,7 @@ async def test_collection_continues_after_the_collector_was_killed(tmp_path: Pat
         await collector.wait_for(name, len(first) + len(second))
         assert (run / name).read_bytes() == first + second
         alive.clear()
-        async with asyncio.timeout(60):
-            while (node / name).exists():  # the runner has ended, and everything is collected
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: not (node / name).exists())  # the runner has ended, and everything is collected
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)

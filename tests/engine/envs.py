@@ -167,7 +167,7 @@ class Blocking(Environment):
     """Defines stages as plain functions, which run in threads."""
 
     def run(self, ctx: Context) -> None:  # type: ignore[override]
-        time.sleep(FOREVER if ctx.task.id == "stuck" else 0.01)
+        time.sleep(FOREVER if ctx.task.id == "stuck" else 0)
         ctx.info["thread"] = __import__("threading").current_thread().name
 
     def score(self, ctx: Context) -> float:  # type: ignore[override]

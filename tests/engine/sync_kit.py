@@ -76,9 +76,7 @@ async def consuming(
             if freeze:
                 await server.frozen(freeze)
             else:
-                async with asyncio.timeout(60):
-                    while not (await server.running())[0]:
-                        await asyncio.sleep(0.001)
+                await server.until_busy()
         except BaseException:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -20,6 +20,7 @@ from rookery.engine import EngineConfig, remote_engine
 from rookery.engine.control_server import HELLO_BYTES, KEY, SOCKET
 from tests.engine.conftest import ENV, QUICK, build_engine, run_groups
 from tests.servers import ModelServer
+from tests.waiting import wait_until
 
 
 def row(n: int, **data: Any) -> dict[str, Any]:
@@ -29,13 +30,6 @@ def row(n: int, **data: Any) -> dict[str, Any]:
 def seeds(groups: list[Group]) -> dict[str, list[int]]:
     assert len({group.task.id for group in groups}) == len(groups), "a group was returned twice"
     return {group.task.id: [rollout.seed for rollout in group.rollouts] for group in groups}
-
-
-async def wait_until(condition: Any) -> None:
-    """Wait up to a minute until a condition holds."""
-    async with asyncio.timeout(60):
-        while not await condition():
-            await asyncio.sleep(0.005)
 
 
 # ---- the synchronous engine

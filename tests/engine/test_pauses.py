@@ -20,6 +20,7 @@ from tests.engine.sync_kit import (
     versions,
 )
 from tests.engine_standins import standin
+from tests.waiting import wait_for_status
 
 
 @pytest.mark.long
@@ -42,10 +43,9 @@ async def test_sync_past_its_deadline_raises(tmp_path: Path) -> None:
             async with engine.upstream.sync(NEW, lambda: asyncio.Event().wait(), deadline=0.2):
                 raise AssertionError("never loaded")
         assert engine.upstream.version == 0
-        with pytest.raises(RookeryError, match=r"\b0\.2\b"):  # noqa: PT012
+        with pytest.raises(RookeryError, match=r"\b0\.2\b"):
             async with engine.upstream.sync(NEW, deadline=0.2):
-                while (await engine.status())["paused"]:
-                    await asyncio.sleep(0.01)
+                await wait_for_status(engine, lambda status: not status["paused"])
         assert not (await engine.status())["paused"]
 
 

@@ -109,9 +109,7 @@ async def test_program_survives_a_killed_gateway_shard(tmp_path: Path) -> None:
         taking = asyncio.create_task(collect_groups(engine, tasks(3, 6)))
         gateway = engine.supervisor.gateway
         assert gateway is not None
-        async with asyncio.timeout(60):
-            while not (await server.running())[0]:
-                await asyncio.sleep(0.002)
+        await server.until_busy()
         send_signal(gateway.pids(), signal.SIGKILL)
         groups = await taking
     assert [label(one.outcome) for one in all_rollouts(groups)] == ["completed"] * 3, [
@@ -127,9 +125,7 @@ async def test_pause_also_holds_calls_at_the_gateway(tmp_path: Path) -> None:
     long_replies = Sampling(max_tokens=200, extra={"ignore_eos": True})  # so that no check misses a running call
     async with standin("vllm") as server, build_engine(server, tmp_path, sampling=long_replies) as engine:
         taking = asyncio.create_task(collect_groups(engine, tasks(3, 4)))
-        async with asyncio.timeout(60):
-            while not (await server.running())[0]:
-                await asyncio.sleep(0.002)
+        await server.until_busy()
         async with engine.upstream.sync(7, lambda: load_new_weights(server)):
             assert await server.running() == (0, 0)
         groups = await taking

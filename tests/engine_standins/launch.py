@@ -124,9 +124,19 @@ class StandinServer:
 
     async def until(self, running: int, waiting: int = 0) -> None:
         """Wait until the engine reports these numbers of running and queued sequences."""
-        async with asyncio.timeout(60):
-            while await self.running() != (running, waiting):
-                await asyncio.sleep(0.005)
+
+        async def reached() -> bool:
+            return await self.running() == (running, waiting)
+
+        await wait_until(reached)
+
+    async def until_busy(self) -> None:
+        """Wait until the engine reports a running sequence."""
+
+        async def busy() -> bool:
+            return (await self.running())[0] > 0
+
+        await wait_until(busy)
 
     @contextmanager
     def freezing(self, tokens: int) -> Iterator[None]:

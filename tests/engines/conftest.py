@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from tests.waiting import block_until
 
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
 MODEL = PEERS / "smollm2"
@@ -92,13 +93,16 @@ class RunningEngine:
 
     def wait_until_ready(self) -> None:
         """Wait until the server answers its health check."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self.process.poll() is None:
+
+        def healthy() -> bool:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"a server did not start: {self.log.read_text(errors='replace')[-3_000:]}")
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            time.sleep(0.2)
-        raise RuntimeError(f"a server did not start: {self.log.read_text(errors='replace')[-3_000:]}")
+                urllib.request.urlopen(f"{self.url}/health", timeout=30).close()
+                return True
+            return False
+
+        block_until(healthy, START_SECONDS)
 
     def kill(self) -> None:
         """Kill the server and its child processes, and wait for its end."""

@@ -10,6 +10,7 @@ import aiohttp
 
 from rookery.core import Rollout, Sampling, ints
 from rookery.upstreams import Delta, ModelRequest, UpstreamConfig
+from tests import waiting
 from tests.engines.conftest import TEMPLATE, WEIGHTS, RunningEngine
 
 PROMPT = [1, 4093, 198, 36218, 15310, 30, 2, 198, 1, 520, 9531, 198]
@@ -46,9 +47,7 @@ def vllm_config(server: RunningEngine, **options: Any) -> UpstreamConfig:
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not await asyncio.to_thread(condition):
-            await asyncio.sleep(0.1)
+    await waiting.wait_until(lambda: asyncio.to_thread(condition), SECONDS)
 
 
 class TokenCounter:

@@ -1,6 +1,6 @@
 """Gateway with real shard processes: clients that retry, waits for conditions, and kills by pid."""
 
-import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +18,7 @@ from rookery.gateway.registry import owning_shard
 from rookery.gateway.shard_peers import shard_socket_path
 from rookery.gateway.shards import Gateway
 from rookery.upstreams.protocol import UpstreamConfig
+from tests.waiting import wait_until
 
 TIMEOUT = 60.0
 MODEL = {"vllm": "random-1-1.safetensors"}
@@ -42,24 +43,17 @@ def session_id_for(shard: int, shards: int, stem: str = "s") -> str:
     return next(name for n in range(10_000) if owning_shard(name := f"{stem}{n}", shards) == shard)
 
 
-async def eventually(condition: Callable[[], Awaitable[bool] | bool]) -> None:
-    """Wait until the condition holds, for at most a minute."""
-    async with asyncio.timeout(TIMEOUT):
-        while True:
-            holds = condition()
-            if holds if isinstance(holds, bool) else await holds:
-                return
-            await asyncio.sleep(0.01)
-
-
 async def retry_while_unavailable(request: Callable[[], Awaitable[Any]]) -> Any:
     """Repeat a request while its shard is being restarted."""
-    async with asyncio.timeout(TIMEOUT):
-        while True:
-            try:
-                return await request()
-            except GatewayError:
-                await asyncio.sleep(0.02)
+    answers: list[Any] = []
+
+    async def answered() -> bool:
+        with contextlib.suppress(GatewayError):
+            answers.append(await request())
+        return bool(answers)
+
+    await wait_until(answered)
+    return answers[0]
 
 
 def openai_client(
@@ -107,7 +101,7 @@ def kill_shard(gateway: Gateway, shard: int) -> int:
 
 async def wait_for_restart(gateway: Gateway, pid: int, shard: int, session: str) -> None:
     """Wait until the shard that had this pid has been restarted and serves the session."""
-    await eventually(lambda: gateway.pids()[shard] not in (pid, 0))
+    await wait_until(lambda: gateway.pids()[shard] not in (pid, 0))
     await retry_while_unavailable(lambda: gateway.request("GET", f"/rollouts/{session}"))
 
 

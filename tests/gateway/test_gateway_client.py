@@ -20,8 +20,8 @@ from rookery.gateway.client import GatewayAddress, GatewayClient, NoResponseErro
 from rookery.gateway.gateway_session import make_registration, open_gateway_session
 from rookery.gateway.http_messages import read_error_message
 from rookery.gateway.registration import Registration
-from tests.gateway.shard_kit import eventually
 from tests.servers import closed_port, raw_server
+from tests.waiting import wait_until
 
 BUSY = b'{"error":{"message":"no shard is up yet"}}'
 Answers: TypeAlias = Callable[[str], tuple[int, bytes] | None]
@@ -153,7 +153,7 @@ async def test_session_is_deleted_if_its_registration_may_have_succeeded(
                 pytest.fail("the session was opened")
 
         opening = asyncio.create_task(open_and_fail())
-        await eventually(lambda: len(requests) > 0)
+        await wait_until(lambda: len(requests) > 0)
         if failure == "cancelled":
             opening.cancel()
         with pytest.raises((asyncio.CancelledError, NoResponseError)):

@@ -16,8 +16,9 @@ from rookery.gateway.server import Server
 from tests.gateway.http_kit import BlockingHandler, echo, wait_for
 from tests.gateway.kit import RawConnection, request
 from tests.gateway.scripted_upstream import WAIT
-from tests.gateway.shard_kit import HI, eventually, run_gateway
+from tests.gateway.shard_kit import HI, run_gateway
 from tests.gateway.test_session_listeners import bound_socket, echo_model, http_client, post_chat
+from tests.waiting import wait_until
 
 MB = 1 << 20
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -49,7 +50,7 @@ async def listeners(*bound: str, handler: Any = echo, **quota: int) -> AsyncIter
 
 
 async def wait_for_connections(server: Server, number: int) -> None:
-    await eventually(lambda: len(server.connections) == number)
+    await wait_until(lambda: len(server.connections) == number)
 
 
 async def is_served(port: int, path: str = "/c") -> bool:
@@ -87,12 +88,12 @@ async def test_active_connection_is_not_closed_for_other_owners() -> None:
         for client in active:
             client.send(request("GET", "/"))
         await wait_for(gate.started)
-        await eventually(lambda: sum(one.task is not None for one in server.connections) == 2)
+        await wait_until(lambda: sum(one.task is not None for one in server.connections) == 2)
         refused = await RawConnection.open(a)
         assert await refused.read_to_end() == b""
         other = await RawConnection.open(b)
         other.send(request("GET", "/"))
-        await eventually(lambda: sum(one.task is not None for one in server.connections) == 3)
+        await wait_until(lambda: sum(one.task is not None for one in server.connections) == 3)
         gate.proceed.set()
         for client in (*active, other):
             assert (await client.read_response()).status == 200
@@ -111,13 +112,13 @@ async def test_quota_of_a_session_covers_all_listeners() -> None:
         assert server.quotas.count_connections("a") == 4
         one, two = await RawConnection.open(own), await RawConnection.open(open_port)
         one.send(HEAD % (2 * MB), b"x" * (2 * MB - 1))
-        await eventually(lambda: server.quotas.bytes == 2 * MB - 1)
+        await wait_until(lambda: server.quotas.bytes == 2 * MB - 1)
         two.send((HEAD % (2 * MB)).replace(b"/v1/chat/completions", b"/a"), b"x" * (2 * MB - 1))
         refused = await two.read_response()
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         one.send(b"x")
         assert (await one.read_response()).status == 200
-        await eventually(lambda: server.quotas.bytes == 0)
+        await wait_until(lambda: server.quotas.bytes == 0)
         for client in (*clients, one, two):
             client.writer.close()
 
@@ -128,7 +129,7 @@ async def test_full_server_rejects_unfinished_bodies_of_the_largest_owner() -> N
         greedy = [await RawConnection.open(a) for _ in range(3)]
         for client in greedy:
             client.send(HEAD % size, b"x" * (size - 1))
-        await eventually(lambda: server.quotas.bytes == 3 * (size - 1))
+        await wait_until(lambda: server.quotas.bytes == 3 * (size - 1))
         modest = await RawConnection.open(b)
         modest.send(HEAD % size, b"x" * size)
         assert (await modest.read_response()).status == 200
@@ -150,10 +151,10 @@ async def test_full_server_ends_active_requests_of_the_largest_owner() -> None:
         greedy = [await RawConnection.open(a) for _ in range(70)]
         for client in greedy:
             client.send(request("GET", "/"))
-        await eventually(lambda: sum(one.task is not None for one in server.connections) == 70)
+        await wait_until(lambda: sum(one.task is not None for one in server.connections) == 70)
         other = await RawConnection.open(b)
         other.send(request("GET", "/"))
-        await eventually(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
+        await wait_until(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
         gate.proceed.set()
         assert (await other.read_response()).status == 200
         for client in (*greedy, other):
@@ -166,10 +167,10 @@ async def test_full_server_ends_a_request_of_the_owner_with_the_most_bytes() -> 
         greedy = [await RawConnection.open(a) for _ in range(3)]
         for client in greedy:
             client.send(HEAD % size, b"x" * size)
-        await eventually(lambda: sum(one.task is not None for one in server.connections) == 3)
+        await wait_until(lambda: sum(one.task is not None for one in server.connections) == 3)
         modest = await RawConnection.open(b)
         modest.send(HEAD % size, b"x" * size)
-        await eventually(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
+        await wait_until(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
         assert server.quotas.rejected >= 1
         gate.proceed.set()
         assert (await modest.read_response()).status == 200
@@ -183,11 +184,13 @@ async def test_request_head_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch)
         silent, slow, body = [await RawConnection.open(port) for _ in range(3)]
         slow.send(b"GET / HTTP/1.1\r\nX: ")
         body.send(HEAD % 4, b"x")
-        await eventually(lambda: server.quotas.bytes == 1)
-        async with asyncio.timeout(WAIT):
-            while len(server.connections) > 1:
-                server.close_overdue()
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: server.quotas.bytes == 1)
+
+        def closed() -> bool:
+            server.close_overdue()
+            return len(server.connections) == 1
+
+        await wait_until(closed)
         assert await silent.read_to_end() == b""
         assert await slow.read_to_end() == b""
         body.send(b"xxx")
@@ -201,9 +204,9 @@ async def test_disconnect_releases_the_buffered_bytes() -> None:
         client = await RawConnection.open(a)
         client.send(HEAD % 1000, b"x" * 1000, HEAD % 500, b"y" * 500, HEAD % 100, b"z" * 10)
         await wait_for(gate.started)
-        await eventually(lambda: server.quotas.bytes == 1510)
+        await wait_until(lambda: server.quotas.bytes == 1510)
         client.writer.transport.abort()
-        await eventually(lambda: server.quotas.bytes == 0)
+        await wait_until(lambda: server.quotas.bytes == 0)
 
 
 # ---- real processes

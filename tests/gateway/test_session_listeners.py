@@ -25,13 +25,13 @@ from tests.gateway.shard_kit import (
     ADMIN,
     HI,
     TIMEOUT,
-    eventually,
     kill_shard,
     run_gateway,
     session_id_for,
     wait_for_restart,
 )
 from tests.servers import Answer, ModelServer
+from tests.waiting import wait_until
 
 __all__ = ["local_sandboxes"]
 
@@ -141,7 +141,7 @@ async def test_restarted_shard_serves_its_listeners_again_and_waiting_clients() 
             await gateway.attach_listener(name, listener)
         for life in range(2):
             pid = kill_shard(gateway, 0)
-            await eventually(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))  # type: ignore[misc]
+            await wait_until(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))  # type: ignore[misc]
             for name in names:
                 assert (await post_chat(http, ports[name]))[0] == 200
             assert gateway.restarts == life + 1
@@ -185,7 +185,7 @@ async def test_detached_listener_is_closed_and_can_be_attached_to_another_sessio
             writer.close()
             return False
 
-        await eventually(refused)
+        await wait_until(refused)
 
 
 async def test_listener_of_an_ended_session_returns_410() -> None:
@@ -226,7 +226,7 @@ async def test_cancelled_attach_leaves_no_listener_served() -> None:
 
             # Its reply shows that the earlier messages were processed.
             await gateway.attach_listener("a", bound_socket())
-            await eventually(refused)
+            await wait_until(refused)
 
 
 async def test_listener_that_cannot_be_attached_raises_an_error(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ async def test_listener_is_closed_when_its_sender_dies() -> None:
                 return True
             return False
 
-        await eventually(refused)
+        await wait_until(refused)
 
 
 # ---- in a sandbox

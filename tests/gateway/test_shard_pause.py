@@ -21,7 +21,6 @@ from tests.gateway.shard_kit import (
     HI,
     TIMEOUT,
     chat_text,
-    eventually,
     gateway_config,
     kill_shard,
     openai_client,
@@ -31,6 +30,7 @@ from tests.gateway.shard_kit import (
     wait_for_restart,
 )
 from tests.servers import Answer, ModelServer
+from tests.waiting import wait_until
 
 
 async def request_shard(gateway: Gateway, shard: int, path: str, body: Any = None) -> tuple[int, Any]:
@@ -68,7 +68,7 @@ async def test_pause_at_one_shard_holds_calls_of_all_and_resume_sets_their_versi
             async def all_wait() -> bool:
                 return [waiting for *_, waiting in await states(gateway)] == [1, 1, 1]
 
-            await eventually(all_wait)
+            await wait_until(all_wait)
             assert len(server.requests) == requests_before
             for _ in range(2):
                 assert (await request_shard(gateway, 0, "/resume", {"version": number}))[0] == 200
@@ -127,7 +127,7 @@ async def test_shard_started_during_a_pause_is_paused_and_records_the_resumed_ve
             async def waits() -> bool:
                 return (await states(gateway))[0] == (True, 3, 1)
 
-            await eventually(waits)
+            await wait_until(waits)
             assert not server.requests
             await request_shard(gateway, 1, "/resume", {"version": 4})
             assert await call == "ok"
@@ -179,7 +179,7 @@ async def test_pause_waits_for_calls_of_every_shard() -> None:
             async def all_paused() -> bool:
                 return [paused for paused, *_ in await states(gateway)] == [True, True]
 
-            await eventually(all_paused)
+            await wait_until(all_paused)
             await asyncio.wait({pausing}, timeout=0.2)
             assert not pausing.done()
             go.set()
@@ -201,9 +201,9 @@ async def test_pause_is_undone_in_every_shard_if_its_client_disconnects() -> Non
             async def all_paused(paused: bool) -> bool:
                 return [one for one, *_ in await states(gateway)] == [paused, paused]
 
-            await eventually(lambda: all_paused(True))
+            await wait_until(lambda: all_paused(True))
             pausing.cancel()
-            await eventually(lambda: all_paused(False))
+            await wait_until(lambda: all_paused(False))
             go.set()
             assert await call == "ok"
 
@@ -249,7 +249,7 @@ async def test_pause_ends_at_its_deadline_in_a_shard_started_during_it(
         async def over() -> bool:
             return await states(gateway) == [(False, 4, 0)] * 2
 
-        await eventually(over)
+        await wait_until(over)
         assert time.time() >= now + 3
 
 
@@ -262,7 +262,7 @@ async def test_session_deadline_excludes_pauses() -> None:
         async with openai_client(registration, retries=0) as api:
             call = asyncio.create_task(chat_text(api, HI, stream=False))
             waited = time.monotonic()
-            await eventually(lambda: time.monotonic() - waited > 1.5)
+            await wait_until(lambda: time.monotonic() - waited > 1.5)
             assert not call.done()
             pid = kill_shard(gateway, 0)  # the restarted shard knows the paused time
             with pytest.raises(openai.APIConnectionError):
@@ -287,7 +287,7 @@ async def test_session_deadline_excludes_pauses() -> None:
                     return False
                 return False
 
-        await eventually(truncated)
+        await wait_until(truncated)
 
 
 def test_pause_record_round_trips_through_its_file(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from tests.gateway.shard_kit import (
     KEY,
     chat_endpoint,
     chat_text,
-    eventually,
     gateway_config,
     http_client,
     is_alive,
@@ -40,6 +39,7 @@ from tests.gateway.shard_kit import (
     wait_for_restart,
 )
 from tests.servers import Answer, ModelServer
+from tests.waiting import wait_until
 
 LONG: Any = {"max_tokens": 40, "temperature": 0}
 """Sampling for a reply that is long enough to be killed in the middle."""
@@ -72,7 +72,7 @@ async def wait_for_chats(server: StandinServer, calls: int) -> None:
     async def reached() -> bool:
         return sum("chat" in request["path"] for request in await server.requests()) == calls
 
-    await eventually(reached)
+    await wait_until(reached)
 
 
 @pytest.mark.long
@@ -165,7 +165,7 @@ async def test_recorded_but_undelivered_reply_is_replayed_to_a_retry(stream: boo
         async def recorded() -> bool:
             return bool((await gateway.request("GET", "/rollouts/a"))["turns_recorded"])
 
-        await eventually(recorded)
+        await wait_until(recorded)
         pid = kill_shard(gateway, 0)
         received = 0
         with contextlib.suppress(ConnectionError):  # or the response ends before its announced length
@@ -213,7 +213,7 @@ async def test_repeated_kills_lose_and_duplicate_no_turn() -> None:
                 group.create_task(converse(number))
             for at in range(4):
                 shard, turns = at % 2, sum(map(len, seen.values()))
-                await eventually(lambda turns=turns: sum(map(len, seen.values())) > turns)  # type: ignore[misc]
+                await wait_until(lambda turns=turns: sum(map(len, seen.values())) > turns)  # type: ignore[misc]
                 pid = kill_shard(gateway, shard)
                 kills += 1
                 await wait_for_restart(gateway, pid, shard, next(n for n in names if shard_of(n) == shard))
@@ -376,7 +376,7 @@ async def test_shards_of_a_killed_gateway_end_and_remove_its_files(
         os.kill(shards[0], signal.SIGKILL)  # one shard cannot clean up
         process.kill()
         await process.wait()
-        await eventually(lambda: not any(map(is_alive, shards)))
+        await wait_until(lambda: not any(map(is_alive, shards)))
         assert list(temp.iterdir()) == []
         assert folder.exists() == kept
         assert not kept or (folder / "sessions").is_dir()

@@ -18,10 +18,11 @@ from rookery.core import RookeryError, UsageError
 from rookery.gateway import tunnels
 from rookery.gateway.tunnels import Tunnel, make_tunnel
 from rookery.sandboxes.ssh_provider import OPTIONS_VARIABLE, PYTHON_VARIABLE
-from tests.gateway.shard_kit import HI, eventually, openai_client, run_gateway
+from tests.gateway.shard_kit import HI, openai_client, run_gateway
 from tests.processes import cmdline, descendants, send_signal
 from tests.servers import Answer, ModelServer
 from tests.ssh_server import SshServer, needs_ssh
+from tests.waiting import wait_until
 
 
 def ssh_pids() -> set[int]:
@@ -87,11 +88,11 @@ async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) ->
     ):
         assert await healthy(url)
         send_signal(ssh_pids(), signal.SIGKILL)
-        await eventually(lambda: healthy(url))
+        await wait_until(lambda: healthy(url))
         server.stop()  # the remote machine goes down and comes back
-        await eventually(not_healthy(url))
+        await wait_until(not_healthy(url))
         await asyncio.to_thread(server.start)
-        await eventually(lambda: healthy(url))
+        await wait_until(lambda: healthy(url))
 
 
 @pytest.mark.long
@@ -110,7 +111,7 @@ async def test_call_in_flight_survives_a_broken_connection(server: SshServer) ->
         await model.wait_for_requests(1)
         before = ssh_pids()
         send_signal(before, signal.SIGKILL)
-        await eventually(lambda: bool(ssh_pids() - before))
+        await wait_until(lambda: bool(ssh_pids() - before))
         assert not asking.done()
         release.set()
         assert (await asking).choices[0].message.content == "late"
@@ -134,8 +135,8 @@ async def test_machine_without_a_suitable_python_gets_a_forwarded_port(
     ):
         assert await healthy(url)
         send_signal(ssh_pids(), signal.SIGKILL)
-        await eventually(not_healthy(url))
-        await eventually(lambda: healthy(url))
+        await wait_until(not_healthy(url))
+        await wait_until(lambda: healthy(url))
 
 
 def not_healthy(url: str) -> Callable[[], Awaitable[bool]]:
@@ -168,7 +169,7 @@ asyncio.run(main())
     (pid,) = (pid for pid in descendants(process.pid) if cmdline(pid).startswith(b"ssh\0"))
     process.kill()
     await process.wait()
-    await eventually(lambda: not cmdline(pid))
+    await wait_until(lambda: not cmdline(pid))
 
 
 @needs_ssh

@@ -15,6 +15,7 @@ from rookery.core import SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile.inspection import SandboxFootprint, get_keeper_pid, inspect_sandbox
+from tests.waiting import wait_until
 
 SPEC = SandboxSpec(provider="local", memory=64 << 20, pids=32, disk=16 << 20, wall=60.0)
 FORKING_PROGRAM = """
@@ -45,13 +46,10 @@ async def start_busy_sandboxes(provider: LocalProvider, count: int) -> list[tupl
 
 async def wait_while(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait as long as `condition` returns something true, which is the failure message after `seconds`."""
-    found: object = None
     try:
-        async with asyncio.timeout(seconds):
-            while found := condition():
-                await asyncio.sleep(0.005)
+        await wait_until(lambda: not condition(), seconds)
     except TimeoutError:
-        raise AssertionError(f"still there after {seconds} s: {found}") from None
+        raise AssertionError(f"still there after {seconds} s: {condition()}") from None
 
 
 def list_cgroup_processes(names: list[str]) -> list[int]:

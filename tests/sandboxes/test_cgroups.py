@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from rookery.sandbox_runtime import cgroups
 from rookery.sandbox_runtime.cgroups import CPU, MEMORY, PIDS, CgroupLimits, CgroupManager
+from tests.waiting import block_until
 
 MB = 1 << 20
 
@@ -26,10 +26,7 @@ def cgroup() -> Iterator[cgroups.SandboxCgroup]:
         yield cgroup
     finally:
         cgroup.kill()
-        end = time.monotonic() + 20
-        while not cgroup.remove():  # dead processes stay in it until they are reaped
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        block_until(cgroup.remove)  # dead processes stay in it until they are reaped
         manager.close()
 
 

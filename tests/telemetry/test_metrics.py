@@ -24,6 +24,7 @@ from rookery.telemetry.metrics import Counter, Gauge, Histogram, decode_snapshot
 from tests.conftest import PROMETHEUS
 from tests.servers import ModelServer
 from tests.telemetry.conftest import ENV
+from tests.waiting import wait_until
 
 SECONDS = 60.0
 TASKS = [{"prompt": "question"}] * 3
@@ -181,14 +182,15 @@ async def finished_run(model: ModelServer, tmp_path: Path, **options: Any) -> As
 async def test_run_serves_metrics_of_all_its_processes(model: ModelServer, tmp_path: Path, runners: int) -> None:
     before = values(render(REGISTRY, REGISTRY.read()))
     async with finished_run(model, tmp_path, runners=runners) as engine, aiohttp.ClientSession() as http:
-        async with asyncio.timeout(SECONDS):
-            while True:  # a runner reports once a second
-                async with http.get(engine.metrics_url) as response:
-                    assert response.status == 200
-                    after = values(await response.text())
-                if growth(before, after, "rookery_model_calls_total", "result=ok", "role=policy") == 3 * ROLLOUTS:
-                    break
-                await asyncio.sleep(0.1)
+
+        async def complete() -> Any:
+            async with http.get(engine.metrics_url) as response:
+                assert response.status == 200
+                after = values(await response.text())
+            calls = growth(before, after, "rookery_model_calls_total", "result=ok", "role=policy")
+            return after if calls == 3 * ROLLOUTS else None
+
+        after = await wait_until(complete, SECONDS)  # a runner reports once a second
         assert growth(before, after, "rookery_rollouts_total", "cause=", "outcome=completed") == ROLLOUTS
         assert growth(before, after, "rookery_attempts_total", "cause=", "outcome=completed") == ROLLOUTS
         assert growth(before, after, "rookery_rollout_reward_sum") == ROLLOUTS * 0.5
@@ -289,12 +291,13 @@ async def prometheus(target: str, folder: Path) -> AsyncIterator[str]:
                 assert process.returncode is None
         drain = asyncio.create_task(process.stderr.read())
         url = f"http://{found[1].decode()}"
-        async with asyncio.timeout(SECONDS), aiohttp.ClientSession() as http:
-            while True:
+        async with aiohttp.ClientSession() as http:
+
+            async def ready() -> bool:
                 async with http.get(f"{url}/-/ready") as response:
-                    if response.status == 200:
-                        break
-                await asyncio.sleep(0.1)
+                    return response.status == 200
+
+            await wait_until(ready, SECONDS)
         yield url
     finally:
         if process.returncode is None:
@@ -312,9 +315,7 @@ async def query(http: aiohttp.ClientSession, url: str, expression: str) -> list[
 
 async def wait_for(http: aiohttp.ClientSession, url: str, expression: str) -> float:
     """Return the value of a query as soon as it has one. On a busy machine, single scrapes may be too late."""
-    async with asyncio.timeout(SECONDS):
-        while not (found := await query(http, url, expression)):
-            await asyncio.sleep(0.2)
+    found = await wait_until(lambda: query(http, url, expression), SECONDS)
     return float(found[0]["value"][1])
 
 

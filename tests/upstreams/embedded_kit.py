@@ -1,6 +1,5 @@
 """Run a real server of the embedded policy with small random weights on a loopback port."""
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +15,7 @@ from rookery.upstreams.embedded.server import EmbeddedServer, run_server
 from rookery.upstreams.embedded.upstream import PreparedRequest
 from rookery.upstreams.protocol import ModelRequest
 from tests.upstreams.embedded_reference import SMALL
+from tests.waiting import wait_until
 
 CONTEXT = SMALL.max_position_embeddings
 
@@ -75,9 +75,10 @@ class LiveServer:
         return body["running"], body["waiting"]
 
     async def until(self, running: int, waiting: int) -> None:
-        async with asyncio.timeout(60):
-            while await self.health() != (running, waiting):
-                await asyncio.sleep(0.005)
+        async def reached() -> bool:
+            return await self.health() == (running, waiting)
+
+        await wait_until(reached)
 
 
 HI: Any = [{"role": "user", "content": "What is 7 + 5?"}]

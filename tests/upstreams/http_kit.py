@@ -65,7 +65,6 @@ async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0)
-            await asyncio.sleep(0.001)
 
 
 async def spin(count: int = 20) -> None:

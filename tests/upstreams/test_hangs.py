@@ -174,10 +174,12 @@ async def test_stream_that_stops_in_the_middle_hangs_and_one_that_continues_does
             await wait_until(lambda: upstream.hangs._reports.get(upstream.replicas[0].name) or examining.done())
             permits.release()
             assert (await examining).verdict == "working"
-            found = await evidence(upstream)
-            if found.reason == "bytes_received":  # the progress is still recent
-                await asyncio.sleep(module.RECENT_SECONDS)
+
+            async def stalled() -> Any:
                 found = await evidence(upstream)
+                return found if found.reason != "bytes_received" else None  # the progress is still recent
+
+            found = await wait_until(stalled)
     assert (found.verdict, found.reason, found.streamed) == ("hung", "answer_stalled", True)
     assert found.bytes > 0
 
@@ -253,9 +255,12 @@ async def test_call_that_waits_for_a_retry_is_an_upstream_failure(patient: None)
     busy = Answer(status=503, headers={"Retry-After": "30"})
     async with ModelServer(busy) as server, opened(server.url) as upstream:
         task = asyncio.create_task(upstream.complete(REQUEST, timeout=120))
-        async with asyncio.timeout(60):
-            while not (found := await upstream.examine("a")) or found[0].reason != "call_failed":
-                await asyncio.sleep(0.01)
+
+        async def failed() -> Any:
+            found = await upstream.examine("a")
+            return found if found and found[0].reason == "call_failed" else None
+
+        found = await wait_until(failed)
         task.cancel()
         await asyncio.wait({task})
         assert await upstream.examine("a") == ()

@@ -11,7 +11,7 @@ import pytest
 from rookery.core import UsageError
 from rookery.upstreams.http_client import Client, ConnectError
 from tests.servers import closed_port
-from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, whole
+from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, spin, whole
 
 OK = whole(b"ok")
 
@@ -183,7 +183,7 @@ def test_socket_whose_queue_is_full_is_waited_for(loop: str, tmp_path: Path) -> 
                 assert caught.value.reason == "timeout"
             async with Client(path=path) as client:
                 task = asyncio.create_task(client.send("GET", "/"))
-                await asyncio.sleep(0.01)
+                await spin()
                 listener.accept()[0].close()  # the queue slot of `first`
                 listener.setblocking(False)
                 peer, _ = await asyncio.get_running_loop().sock_accept(listener)

@@ -230,7 +230,8 @@ async def test_sync_loads_while_nothing_is_sampled(upstream, oracle, mode, kind)
         loaded.append(oracle.sampled)
 
     async def slowly() -> None:
-        await asyncio.sleep(0.01)
+        for _ in range(10):
+            await asyncio.sleep(0)
         load()
 
     update = {"coroutine": slowly, "function": load, "awaitable": Later(slowly), "none": None}[kind]

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+
+from tests.waiting import wait_until
 
 SECONDS = 60.0
 ROOT = Path(__file__).resolve().parents[2] / ".peers" / "chromium" / "root"
@@ -53,13 +54,16 @@ class Tab:
 
     async def wait_for(self, script: str) -> None:
         """Evaluate an expression until it is true."""
-        end = time.monotonic() + SECONDS
-        while True:
+
+        async def true() -> bool:
             with suppress(AssertionError):  # the page may not be there yet
-                if await self.evaluate(f"!!({script})"):
-                    return
-            assert time.monotonic() < end, f"not true after {SECONDS} s: {script}; page: {await self.text()}"
-            await asyncio.sleep(0.03)
+                return bool(await self.evaluate(f"!!({script})"))
+            return False
+
+        try:
+            await wait_until(true, SECONDS)
+        except TimeoutError:
+            raise AssertionError(f"not true after {SECONDS} s: {script}; page: {await self.text()}") from None
 
     async def text(self) -> str:
         return str(await self.evaluate("document.body?.innerText ?? ''"))
@@ -156,9 +160,12 @@ async def start_browser(folder: Path) -> AsyncIterator[Browser]:
     try:
         async with asyncio.timeout(SECONDS):
             port_file = profile / "DevToolsActivePort"
-            while not (port_file.exists() and port_file.read_text().count("\n")):
-                assert process.returncode is None, "Chromium ended at its start"
-                await asyncio.sleep(0.03)
+            await wait_until(
+                lambda: (
+                    process.returncode is not None or (port_file.exists() and port_file.read_text().count("\n"))
+                )
+            )
+            assert process.returncode is None, "Chromium ended at its start"
         port, path = port_file.read_text().split()
         url = f"ws://127.0.0.1:{port}{path}"
         async with aiohttp.ClientSession() as http, http.ws_connect(url, max_msg_size=0) as socket:
@@ -182,6 +189,6 @@ async def take_screenshots(url: str, pages: dict[str, str], out: Path, *, dark: 
         for name, fragment in pages.items():
             await tab.open(f"{url}{fragment}")
             await tab.wait_for("document.querySelector('main') && !document.querySelector('[aria-busy]')")
-            await asyncio.sleep(0.6)
+            await tab.wait_for("document.getAnimations().every(one => one.playState !== 'running')")
             await tab.screenshot(out / f"{name}.png")
         print("\n".join(tab.errors) or "no errors", file=sys.stderr)

@@ -14,6 +14,7 @@ from rookery.journal import RunReader, find_run
 from rookery.journal.export import export
 from tests.adapters.foreign_kit import last_user_text, run_environment
 from tests.servers import Answer, ModelServer, Request
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.needs("nemo_gym"), pytest.mark.timeout(600)]  # several processes of the peer start
 
@@ -37,9 +38,7 @@ async def server() -> AsyncIterator[tuple[str, Path]]:
     web = uvicorn.Server(uvicorn.Config(counter.setup_webserver(), host=HOST, port=0, log_level="error"))
     serving = asyncio.create_task(web.serve())
     try:
-        async with asyncio.timeout(300):
-            while not web.started:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: web.started, 300)
         port = web.servers[0].sockets[0].getsockname()[1]
         yield f"http://{HOST}:{port}", Path(module.__file__).parent / "data"
     finally:

@@ -17,6 +17,7 @@ from rookery.environments import load_environment
 from tests.adapters.foreign_kit import run_environment
 from tests.adapters.service_kit import make_config, serving_config
 from tests.servers import Answer, ModelServer
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.needs("openenv"), pytest.mark.timeout(600)]  # several processes of the peer start
 
@@ -32,9 +33,7 @@ async def serve(app: Any) -> AsyncIterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     serving = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(300):
-            while not server.started:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: server.started, 300)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True

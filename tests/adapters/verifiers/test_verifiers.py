@@ -16,7 +16,8 @@ from rookery.adapters.compatibility import parse_sampling
 from rookery.adapters.verifiers import VerifiersServer
 from rookery.core import Sampling
 from tests.adapters.kit import bigram_gradient
-from tests.adapters.service_kit import get_tasks, make_policy, read_segments, serving, wait_until
+from tests.adapters.service_kit import get_tasks, make_policy, read_segments, serving
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.needs("verifiers")
 

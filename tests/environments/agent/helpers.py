@@ -23,6 +23,7 @@ from rookery.upstreams import UpstreamConfig
 from tests.engine.conftest import QUICK
 from tests.engine_standins import StandinServer
 from tests.servers import Answer, ModelServer, Request
+from tests.waiting import wait_until
 
 CALL_MODEL = """
 import json, os, sys, time, urllib.error, urllib.request
@@ -194,12 +195,10 @@ class WaitsForRefusal(AgentEnvironment):
 
     async def score(self, ctx: Context) -> float:
         sandbox = await ctx.sandbox()
-        async with asyncio.timeout(60):
-            while True:
-                result = await sandbox.exec(Command(argv=("cat", "/work/statuses")))
-                statuses = result.stdout.decode().split()
-                if statuses and statuses[-1] != "200":
-                    break
-                await asyncio.sleep(0.02)
-        ctx.info["statuses"] = statuses
+
+        async def refused() -> list[str] | None:
+            statuses = (await sandbox.exec(Command(argv=("cat", "/work/statuses")))).stdout.decode().split()
+            return statuses if statuses and statuses[-1] != "200" else None
+
+        ctx.info["statuses"] = await wait_until(refused)
         return 1.0

@@ -31,11 +31,11 @@ from tests.environments.agent.helpers import (
     scripted_model,
     write_program,
 )
-from tests.gateway.shard_kit import eventually
 from tests.gateway.test_tunnels import server, short_reconnect_wait, ssh_pids
 from tests.processes import send_signal
 from tests.servers import Answer, ModelServer, Request
 from tests.ssh_server import SshServer, needs_ssh
+from tests.waiting import wait_until
 
 __all__ = ["local_sandboxes", "server", "short_reconnect_wait"]
 in_sandboxes = pytest.mark.usefixtures("local_sandboxes")
@@ -232,7 +232,7 @@ async def test_agent_survives_the_loss_of_its_tunnel(
             await asyncio.wait_for(model.wait_for_requests(2), 60)
             before = ssh_pids()
             send_signal(before, signal.SIGKILL)
-            await eventually(lambda: bool(ssh_pids() - before))
+            await wait_until(lambda: bool(ssh_pids() - before))
             release.set()
             (rollout,) = await running
     assert label(rollout.outcome) == "completed", (rollout.outcome, rollout.info)
@@ -304,7 +304,7 @@ async def test_public_url_that_leads_elsewhere_is_refused_before_the_run(
         with pytest.raises(UsageError, match=re.escape(options["public"])):
             async with scripted_engine(model, env, tmp_path, **options):
                 raise AssertionError
-    await eventually(lambda: set(list_children(os.getpid())) <= prefix)
+    await wait_until(lambda: set(list_children(os.getpid())) <= prefix)
 
 
 @in_sandboxes
@@ -330,4 +330,4 @@ async def test_tunnel_that_cannot_be_opened_is_refused_before_the_run(
         with pytest.raises(RookeryError, match="Permission denied"):
             async with scripted_engine(model, env, tmp_path, public="ssh:here", sandbox=ALL):
                 raise AssertionError
-    await eventually(lambda: set(list_children(os.getpid())) <= prefix)
+    await wait_until(lambda: set(list_children(os.getpid())) <= prefix)

@@ -17,6 +17,7 @@ from rookery.environments.tools import InvalidArguments, Tool
 from rookery.sandboxes.protocol import Command, Sandbox
 from tests.environments.helpers import Attempt
 from tests.environments.swe.helpers import make_attempt, open_local_sandbox
+from tests.waiting import wait_until
 
 SOURCE = Path(__file__).with_name("mcp_server.py").read_bytes()
 
@@ -142,9 +143,7 @@ async def run_http_server() -> AsyncIterator[str]:
     web = uvicorn.Server(config)
     task = asyncio.create_task(web.serve())
     try:
-        while not web.started:
-            assert not task.done()
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: web.started or task.done())
         port = web.servers[0].sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}/mcp"
     finally:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from benchmarks.docker_engine import engine_command
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes.docker.client import BlockingEngineClient, EngineUnreachable
 from tests.sandboxes.root_filesystems import list_libraries
+from tests.waiting import block_until
 
 ROOT = Path(__file__).resolve().parents[3] / ".peers" / "sandboxes" / "root"
 """Directory into which `make docker-engine` (or `make peers`) unpacks the engine."""
@@ -88,13 +88,16 @@ class PrivateEngine:
             self._program = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        end = time.monotonic() + _START_SECONDS
-        while time.monotonic() < end and self._program.poll() is None:
-            with contextlib.suppress(EngineUnreachable):
-                self.client.call("GET", "/_ping", timeout=end - time.monotonic())
-                return
-            time.sleep(0.02)
-        raise RuntimeError(f"the engine did not start: {(self._folder / 'log').read_text()[-2000:]}")
+        with contextlib.suppress(TimeoutError):
+            block_until(lambda: self._answers() or not self.is_alive(), _START_SECONDS)
+        if not self._answers():
+            raise RuntimeError(f"the engine did not start: {(self._folder / 'log').read_text()[-2000:]}")
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(EngineUnreachable):
+            self.client.call("GET", "/_ping", timeout=_START_SECONDS)
+            return True
+        return False
 
     def kill(self) -> None:
         """Kill the engine with all its containers."""
@@ -123,16 +126,16 @@ class PrivateEngine:
         self._remove_cgroups()
 
     def _remove_cgroups(self) -> None:
-        end = time.monotonic() + 5
-        while True:
-            left = 0
-            tops = Path("/sys/fs/cgroup")
-            for found in (tops / self._cgroup, *(top / self._cgroup for top in tops.iterdir())):
-                _remove_cgroup(found)
-                left += found.exists()
-            if not left or time.monotonic() > end:
-                return
-            time.sleep(0.02)  # the last processes are still dying
+        tops = Path("/sys/fs/cgroup")
+        cgroups = (tops / self._cgroup, *(top / self._cgroup for top in tops.iterdir()))
+
+        def removed() -> bool:
+            for cgroup in cgroups:
+                _remove_cgroup(cgroup)
+            return not any(cgroup.exists() for cgroup in cgroups)
+
+        with contextlib.suppress(TimeoutError):  # the last processes may still be dying
+            block_until(removed, 5)
 
     def is_alive(self) -> bool:
         return self._program is not None and self._program.poll() is None

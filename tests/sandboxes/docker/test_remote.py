@@ -21,6 +21,7 @@ from rookery.sandboxes.ssh_provider import OPTIONS_VARIABLE
 from tests.certificates import make_certificates
 from tests.sandboxes.docker import engine as engines
 from tests.ssh_server import SshServer, needs_ssh
+from tests.waiting import repeat_until
 
 VARIABLES = ("DOCKER_HOST", "CONTAINER_HOST", "DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
 CHECKS = (
@@ -175,8 +176,7 @@ async def test_engine_behind_ssh_is_reached_again_after_a_broken_connection(
                 Command(argv=("sh", "-c", "echo started >> log; until [ -e go ]; do sleep 0.1; done; cat log"))
             )
         )
-        while (await sandbox.exec(Command(argv=("test", "-e", "log")))).exit_code:
-            await asyncio.sleep(0.05)
+        await repeat_until(sandbox, Command(argv=("test", "-e", "log")), ok=True)
         ssh_server.stop()
         await asyncio.to_thread(ssh_server.start)
         await sandbox.write("go", b"")

@@ -1,6 +1,5 @@
 """Sandboxes can be stopped, read and copied whatever hostile programs left in them."""
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -11,6 +10,7 @@ from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.hostile import lifetime
 from tests.sandboxes.hostile.inspection import inspect_sandbox
 from tests.sandboxes.hostile.test_hostile import SPEC, list_processes, require_limits
+from tests.waiting import repeat_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LEASE_AND_FORKS = """
@@ -58,9 +58,7 @@ async def test_kill_all_works_at_the_process_limit(provider: LocalProvider) -> N
     sandbox = await provider.create(msgspec.structs.replace(SPEC, **program.limits), attempt="hostile")
     try:
         assert (await sandbox.exec(Command(argv=program.command))).ok
-        async with asyncio.timeout(60):
-            while (await sandbox.exec(Command(argv=("true",)))).ok:
-                await asyncio.sleep(0.01)
+        await repeat_until(sandbox, Command(argv=("true",)), ok=False)
         await sandbox.kill_all(timeout=60)
         assert await list_processes(sandbox) == []
         await sandbox.kill_all(timeout=60)  # with nothing to kill
@@ -123,9 +121,7 @@ async def test_kill_all_of_one_user_spares_others(provider: LocalProvider) -> No
             pytest.skip("[probed] only root can give a sandbox several users")
         kept = await sandbox.start(Command(argv=("sleep", "600"), user="1234"))
         assert (await sandbox.exec(Command(argv=("python3", "-c", LEASE_AND_FORKS)))).exit_code == 0
-        async with asyncio.timeout(60):
-            while (await sandbox.exec(Command(argv=("true",)))).ok:
-                await asyncio.sleep(0.001)
+        await repeat_until(sandbox, Command(argv=("true",)), ok=False)
         await sandbox.kill_all(user="", timeout=60)
         (line,) = await list_processes(sandbox)
         assert "(sleep)" in line

@@ -13,6 +13,7 @@ from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile import lifetime
 from tests.sandboxes.hostile.inspection import inspect_sandbox
 from tests.sandboxes.hostile.test_hostile import SPEC, require_limits
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 FILL = """
@@ -34,11 +35,13 @@ async def create_sandbox(provider: LocalProvider) -> LocalSandbox:
 
 async def wait_for_program(guard: int, program: str) -> list[str]:
     """Wait until a guard runs a program of this name; return the pids of the guard's children."""
-    async with asyncio.timeout(60):
-        children: list[str] = []
-        while not any(Path(f"/proc/{pid}/comm").read_text() == f"{program}\n" for pid in children):
-            await asyncio.sleep(0.01)
-            children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+
+    def running() -> list[str]:
+        children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+        names = [Path(f"/proc/{pid}/comm").read_text() for pid in children]
+        return children if f"{program}\n" in names else []
+
+    children: list[str] = await wait_until(running)
     return children
 
 

@@ -19,6 +19,7 @@ from rookery.sandboxes.kubernetes.cluster_access import ClusterAccess, find_clus
 from rookery.sandboxes.kubernetes.provider import open_kubernetes
 from tests.sandboxes.kubernetes.api_server import NAMESPACE, TOKEN, StandInCluster, run_cluster
 from tests.sandboxes.kubernetes.manifest_validation import Refused, validate
+from tests.waiting import wait_until
 
 POLICIES = f"/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies"
 
@@ -195,8 +196,7 @@ async def test_watch_that_misses_changes_lists_again(
     assert len(await client.list(POLICIES, label="app.kubernetes.io/managed-by")) == 2  # on two pages
     states = client.follow(POLICIES, pod_manifest.POLICY, version=made["metadata"]["resourceVersion"])
     waiting = asyncio.ensure_future(anext(states))
-    while not any("watch" in path or method == "GET" for method, path in server.requests):
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: any("watch" in path or method == "GET" for method, path in server.requests))
     await server.expire_history()
     found = await waiting
     assert found is not None

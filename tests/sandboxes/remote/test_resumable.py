@@ -10,6 +10,7 @@ import pytest
 from rookery.sandboxes.remote import resumable
 from rookery.sandboxes.remote.link import Connection, HostLost
 from rookery.sandboxes.remote.resumable import ResumableConnection
+from tests.waiting import wait_until
 
 
 class Wire:
@@ -89,9 +90,8 @@ async def test_every_byte_arrives_once_although_connections_break(seed: int) -> 
     async with asyncio.timeout(60):
         await asyncio.gather(write(client), write(host))
         for end, other_end in ((client, host), (host, client)):
-            while len(received[end]) < sum(map(len, sent[other_end])):
-                assert not any(reader.done() for reader in readers), readers
-                await asyncio.sleep(0.001)
+            expected = sum(map(len, sent[other_end]))
+            await wait_until(lambda end=end, expected=expected: len(received[end]) >= expected)
             assert received[end] == b"".join(sent[other_end])
     assert broken
     for reader in readers:

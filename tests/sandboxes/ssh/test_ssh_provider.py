@@ -23,10 +23,10 @@ from rookery.sandboxes.ssh_provider import (
     SshProvider,
     parse_hosts,
 )
-from tests.gateway.shard_kit import eventually
 from tests.processes import cmdline, descendants, send_signal
 from tests.sandboxes.conftest import find_marked_processes
 from tests.ssh_server import SshServer, needs_ssh
+from tests.waiting import repeat_until, wait_until
 
 SPEC = SandboxSpec(wall=30.0)
 OWNER = """
@@ -129,8 +129,7 @@ async def test_broken_connection_is_resumed_without_loss(
     script = asyncio.ensure_future(shell.run(wait_for.format("two"), timeout=60.0))
     background = await sandbox.start(Command(argv=("cat",)))
     for name in ("one", "two"):
-        while not (await sandbox.exec(Command(argv=("test", "-e", f"{name}.log")))).ok:
-            await asyncio.sleep(0.01)
+        await repeat_until(sandbox, Command(argv=("test", "-e", f"{name}.log")), ok=True)
         assert cut_connection()
         await sandbox.write(name, b"")
     assert [(await one).stdout for one in (running, script)] == [b"started\n"] * 2
@@ -145,9 +144,7 @@ async def test_broken_connection_is_resumed_without_loss(
     stream = provider._hosts["here"].link._connection
     assert isinstance(stream, ResumableConnection)
     for megabytes in (4, 8, 12):
-        async with asyncio.timeout(60):
-            while stream._acked < megabytes << 20:
-                await asyncio.sleep(0.005)
+        await wait_until(lambda received=megabytes << 20: stream._acked >= received)
         assert not upload.done()
         assert cut_connection()
     await upload
@@ -181,7 +178,7 @@ async def test_host_that_does_not_come_back_in_time_is_lost(
         await running
     assert (caught.value.code, caught.value.fault) == ("sandbox.host", "infra")
     await sandbox.close()
-    await eventually(lambda: not find_marked_processes(provider._home.run))
+    await wait_until(lambda: not find_marked_processes(provider._home.run))
 
 
 @needs_ssh
@@ -250,8 +247,8 @@ async def test_killed_owner_leaves_nothing_on_the_host(
     )
     assert owner.stdout is not None
     assert await owner.stdout.readline() == b"ready\n"
-    await eventually(lambda: bool(find_marked_processes(run)))
+    await wait_until(lambda: bool(find_marked_processes(run)))
     assert find_host_programs(server)
     owner.kill()
     await owner.wait()
-    await eventually(lambda: not find_marked_processes(run) and not find_host_programs(server))
+    await wait_until(lambda: not find_marked_processes(run) and not find_host_programs(server))
