@@ -9,8 +9,8 @@ FORMER := $(VENV)/lib/python3*/site-packages/rookery-*.dist-info $(VENV)/lib/pyt
 TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-# Long tests spend a third of their time waiting, so one worker more than there are processors keeps these busy.
-LONG_JOBS ?= $(shell echo $$(($(JOBS) ? $(JOBS) + 1 : 0)))
+# Long tests spend a third of their time waiting, so two workers for each processor keep it busy.
+LONG_JOBS ?= $(shell echo $$(($(JOBS) * 2)))
 
 .PHONY: demo test lint unit chromium viewer check-viewer test-viewer test-long test-agents test-engines test-trainers engines trainers agents downloads test-cgroup2 setup docs peers tokenizers docker-engine podman ssh-server prometheus kubectl wandb bench learn clean help
 
@@ -43,6 +43,7 @@ help:
 demo: $(CORE)
 	@$(BIN)/rookery demo $(DEMO_ARGS)
 
+# Packages are compiled when they are imported: the 26,000 files of all of them take over a minute.
 # Only the core dependencies. The installation of `make test` includes them.
 $(CORE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rookery needs Python 3.11 or newer")'
@@ -50,7 +51,7 @@ $(CORE): pyproject.toml
 		echo "setting up $(VENV), once" && \
 		{ $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); } && \
 		rm -rf $(FORMER) && \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . && touch $(CORE); fi
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e . && touch $(CORE); fi
 
 test: lint unit
 
@@ -60,7 +61,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rookery needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf $(FORMER)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH) -e '.[dev]'
 	touch $(STAMP)
 
 lint: $(STAMP)

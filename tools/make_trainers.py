@@ -137,9 +137,11 @@ def install(name: str, trainer: Trainer, peers: Path = PEERS) -> Path:
             base = getattr(sys, "_base_executable", sys.executable)  # a venv inside a venv breaks with its host
             _run(base, "-m", "venv", str(venv))
         # With a new dependency of Rookery, only that one is installed.
-        _run(str(python), "-m", "pip", "install", "--quiet", *trainer.requirements, *others)
+        # Compiling all files takes a minute for each trainer; Python compiles those that it imports.
+        pip_install = (str(python), "-m", "pip", "install", "--quiet", "--no-compile")
+        _run(*pip_install, *trainer.requirements, *others)
         if trainer.without_dependencies:
-            _run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", *trainer.without_dependencies)
+            _run(*pip_install, "--no-deps", *trainer.without_dependencies)
         download = (str(python), "-m", "pip", "download", "--quiet")
         if trainer.wheels:
             _run(*download, "--only-binary", ":all:", "--dest", str(venv / "wheels"), *trainer.wheels)

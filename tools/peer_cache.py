@@ -1,8 +1,8 @@
 """User cache for what the make targets download: tokenizers, container engines, peers and guest kernels.
 
 Each entry is a directory named after the peer and a digest of its version. The checkout's `.peers/NAME` is a
-symbolic link to the complete entry. A second checkout on the same machine therefore downloads nothing, and two checkouts
-that want different versions do not disturb each other.
+symbolic link to the complete entry. A second checkout on the same machine therefore downloads nothing, and two
+checkouts that want different versions do not disturb each other.
 """
 
 import contextlib
