@@ -19,7 +19,8 @@ from rookery.gateway.listener_forwarder import ForwardTarget, ListenerForwarder
 from rookery.gateway.session_listeners import ListenerSender
 from rookery.gateway.shards import Gateway
 from rookery.sandboxes import Command, ProviderHome
-from rookery.sandboxes.local.provider import PORT, LocalProvider, LocalSandbox
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from rookery.sandboxes.networked_sandbox import PORT
 from tests.cli.sandbox_kit import local_sandboxes
 from tests.gateway.shard_kit import (
     ADMIN,

@@ -19,7 +19,8 @@ from aiohttp import web
 from rookery.core import ExecResult, SandboxError, SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
-from rookery.sandboxes.local.provider import PORT, URL, LocalProvider, LocalSandbox
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from rookery.sandboxes.networked_sandbox import PORT, URL
 from rookery.sandboxes.protocol import SupportsEgressRecords, SupportsModelNetwork
 from tests.cli.sandbox_kit import local_sandboxes
 from tests.sandboxes.fake_hosts import GOOD, FakeResolver, FakeSite, ok, serve

@@ -14,11 +14,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
@@ -33,8 +33,9 @@ from rookery.sandboxes.process import GuardedProcess, start_process
 from rookery.sandboxes.protocol import Command, OnOutput
 from rookery.sandboxes.shell import GuardedShell
 
-T = TypeVar("T")
 S = TypeVar("S", bound="GuardedSandbox")
+Transfer: TypeAlias = Literal["read", "write", "upload", "download"]
+"""A function of `transfers`."""
 CLOSE_SECONDS = 20.0
 MIN_MEMORY = 1 << 20
 MAX_SECONDS = 1e7
@@ -189,9 +190,13 @@ class GuardedSandbox:
             self._exhausted = await self.guard_ran_out_of_memory()
         return self._exhausted
 
-    async def _resolve_command_user(self, command: Command) -> CommandUser:
+    async def _require_alive(self) -> GuardChannel:
+        """Like `_require_channel`, but find out first why a dead sandbox died."""
         await self._check_exhausted()
-        self._require_channel()
+        return self._require_channel()
+
+    async def _resolve_command_user(self, command: Command) -> CommandUser:
+        await self._require_alive()
         return DEFAULT_USER if command.user is None else await self.resolve_user(command.user)
 
     def _make_job(self, command: Command, user: CommandUser, *, wall: float) -> Job | ExecResult:
@@ -268,8 +273,7 @@ class GuardedSandbox:
         return process
 
     async def shell(self) -> GuardedShell:
-        await self._check_exhausted()
-        self._require_channel()
+        await self._require_alive()
         made = GuardedShell(_ShellHost(self), self.spec.output)
         self._children.add(made)
         return made
@@ -281,8 +285,7 @@ class GuardedSandbox:
         none for that, so this also works when the sandbox has reached its process limit. Raise
         `SandboxError(sandbox.lost)` if a process does not end.
         """
-        await self._check_exhausted()
-        channel = self._require_channel()
+        channel = await self._require_alive()
         uid = -1
         if user is not None:
             resolved = await self.resolve_user(user) if user else DEFAULT_USER
@@ -292,33 +295,33 @@ class GuardedSandbox:
                 left = await channel.kill_all(uid)
         except TimeoutError as error:
             raise SandboxError(f"the processes of sandbox {self.id} did not end within {timeout:g} s") from error
-        await self._check_exhausted()
-        self._require_channel()
+        await self._require_alive()
         if left:
             raise SandboxError(f"{left} processes of sandbox {self.id} could not be killed")
 
     # ---- files
 
     async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
-        return await self._run_transfer(partial(transfers.read, path=path, limit=limit), timeout)
+        data: bytes = await self._run_transfer("read", timeout, path=path, limit=limit)
+        return data
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
-        await self._run_transfer(partial(transfers.write, path=path, data=data, mode=mode), timeout)
+        await self._run_transfer("write", timeout, path=path, data=data, mode=mode)
 
     async def upload(
         self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
     ) -> None:
-        await self._run_transfer(partial(transfers.upload, source=source, target=target, inside=inside), timeout)
+        await self._run_transfer("upload", timeout, source=source, target=target, inside=inside)
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
-        await self._run_transfer(partial(transfers.download, source=source, target=target, limit=limit), timeout)
+        await self._run_transfer("download", timeout, source=source, target=target, limit=limit)
 
-    async def _run_transfer(self, transfer: "Callable[..., T]", timeout: float) -> T:
-        await self._check_exhausted()
-        self._require_channel()
-        root = self.get_root()
+    async def _run_transfer(self, name: Transfer, timeout: float, **arguments: Any) -> Any:
+        """Copy files in a thread, and wait for it. A cancelled transfer is stopped."""
+        await self._require_alive()
         clock = transfers.TransferClock(timeout)
-        task = asyncio.get_running_loop().run_in_executor(None, partial(transfer, root, clock=clock))
+        transfer = partial(getattr(transfers, name), self.get_root(), clock=clock, **arguments)
+        task = asyncio.get_running_loop().run_in_executor(None, transfer)
         self._transfers[task] = clock
         try:
             return await asyncio.shield(task)
@@ -426,14 +429,12 @@ async def close_all(sandboxes: Iterable[GuardedSandbox]) -> None:
             raise result
 
 
-@contextmanager
-def reporting_timeout(timeout: float, operation: str) -> Iterator[None]:
-    """Turn a `TimeoutError` of the block into a `SandboxError` that names `operation` and `timeout`.
-
-    It does not enforce the timeout.
-    """
+@asynccontextmanager
+async def limit_time(timeout: float, operation: str) -> AsyncIterator[None]:
+    """Cancel the block after `timeout` seconds, and raise a `SandboxError` that names `operation`."""
     try:
-        yield
+        async with asyncio.timeout(timeout):
+            yield
     except TimeoutError as error:
         raise SandboxError(f"{operation} took longer than {timeout:g} seconds", cause="sandbox.create") from error
 

@@ -16,7 +16,7 @@ from rookery.core import SandboxSpec
 from rookery.core.sandboxes import check_mounts
 from rookery.sandboxes.docker import portable_python
 from rookery.sandboxes.guarded_sandbox import DEFAULT_PATH
-from rookery.sandboxes.local.provider import PORT, USER, WORK
+from rookery.sandboxes.networked_sandbox import PORT, USER, WORK
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_PTRACE")
 """Capabilities of PID 1, the guard. It drops CHOWN, DAC_OVERRIDE and SETPCAP once it has created the working

@@ -313,14 +313,7 @@ class DockerProvider:
     ) -> DockerSandbox:
         sandbox = DockerSandbox(spec, self._home, attempt, self, tree, snapshot)
         self.open_sandboxes.add(sandbox)
-        return await open_or_close(sandbox, self._open_sandbox(sandbox), timeout)
-
-    async def _open_sandbox(self, sandbox: DockerSandbox) -> None:
-        if sandbox.spec.network == "allow" and self.resolver is None:
-            from rookery.sandboxes.egress.proxy import Resolver
-
-            self.resolver = Resolver()
-        await sandbox.open(self.resolver)
+        return await open_or_close(sandbox, sandbox.open(), timeout)
 
     async def _contact_engine(self, spec: SandboxSpec, timeout: float) -> float:
         """Wait until the container engine answers, and check that it supports the sandbox that `spec` describes.
@@ -430,9 +423,6 @@ class DockerProvider:
             self._removal_task = asyncio.get_running_loop().create_task(
                 self._retry_removals(), context=detached_context()
             )
-
-    def forget(self, sandbox: DockerSandbox) -> None:
-        self.open_sandboxes.discard(sandbox)
 
     async def close(self) -> None:
         fetcher, self._fetcher = self._fetcher, None

@@ -17,10 +17,10 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,23 +41,17 @@ from rookery.sandboxes.docker.guard_connection import (
 from rookery.sandboxes.docker.snapshots import ChangeReader, ForkTree, compare_changes, paused
 from rookery.sandboxes.guarded_sandbox import (
     DEFAULT_PATH,
-    DEFAULT_USER,
-    MAX_PASSWD_BYTES,
-    CommandUser,
-    find_user,
+    Transfer,
+    limit_time,
     merge_fork_spec,
-    reporting_timeout,
 )
 from rookery.sandboxes.jobs import Job, OomWatch
-from rookery.sandboxes.local.provider import URL, WORK
 from rookery.sandboxes.networked_sandbox import NetworkedSandbox
 from rookery.sandboxes.protocol import Command, Lease, OnOutput, ProviderHome
 
 if TYPE_CHECKING:
     from rookery.sandboxes.docker.provider import DockerProvider
-    from rookery.sandboxes.egress.proxy import Resolver
 
-T = TypeVar("T")
 _log = logging.getLogger("rookery.sandboxes")
 POLL_SECONDS = (0.5, 5.0)
 """First and longest interval in seconds between two measurements of a container's writable layer."""
@@ -92,12 +86,11 @@ class DockerSandbox(NetworkedSandbox):
         `snapshot` of that group, by default from its image.
         """
         identity = f"d{secrets.token_hex(8)}"
-        super().__init__(identity, spec, leases.make_marker(home.run, identity), creator.forget)
+        super().__init__(identity, spec, leases.make_marker(home.run, identity), creator.open_sandboxes.discard)
         self._creator = creator
         self._home = home
         self._directory = home.folder.resolve()
         self._attempt = attempt
-        self._uid = -1
         self._host_uid = -1
         self._workdir = container_config.choose_workdir(spec, tree.image)
         self._container = orphans.container_name(identity)
@@ -110,7 +103,6 @@ class DockerSandbox(NetworkedSandbox):
         self._base_snapshot = snapshot
         self._jobs: dict[int, Job] = {}
         self._disk_watch: asyncio.Task[None] | None = None
-        self.inside_url = URL if spec.network == "model" else ""
         self.memory_limit_is_shared = bool(spec.memory)
 
     def adopt(self, attempt: str) -> None:
@@ -128,7 +120,7 @@ class DockerSandbox(NetworkedSandbox):
 
     # ---- creation
 
-    async def open(self, resolver: "Resolver | None") -> None:
+    async def open(self) -> None:
         spec, creator = self.spec, self._creator
         lease = self._make_lease()
         leases.write_lease(self._directory, lease)
@@ -171,7 +163,7 @@ class DockerSandbox(NetworkedSandbox):
                 connection = await self._start_container(listener, settings)
         finally:
             listener.close()
-        self._adopt_connection(connection, image, resolver)
+        self._adopt_connection(connection, image)
         # A container engine that enforces no memory limit may share the cgroup between containers.
         if container_config.enforces_limit(info, "MemoryLimit"):
             self._cgroup = find_memory_cgroup(connection.pid)
@@ -205,9 +197,7 @@ class DockerSandbox(NetworkedSandbox):
             await engine.call("POST", api_path("containers", self._container, "start"))
             return await listener.accept(settings, output)
 
-    def _adopt_connection(
-        self, connection: GuardConnection, image: Mapping[str, Any], resolver: "Resolver | None"
-    ) -> None:
+    def _adopt_connection(self, connection: GuardConnection, image: Mapping[str, Any]) -> None:
         self._fds = connection.fds
         self._uid = connection.uid
         try:
@@ -217,16 +207,9 @@ class DockerSandbox(NetworkedSandbox):
             raise
         self._host_uid = map_uid_to_host(connection.pid, self._uid)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._base_env = {
-            "PATH": DEFAULT_PATH,
-            "HOME": WORK,
-            "USER": {0: "root", 1000: "user"}.get(self._uid, str(self._uid)),
-            "TMPDIR": "/tmp",  # noqa: S108  (the container's)
-            "LANG": "C.UTF-8",
-            **container_config.image_environment(image),
-            **(self.start_proxy(resolver, URL) if resolver is not None else {}),
-            **self.spec.env,
-        }
+        self._base_env = self.make_environment(
+            DEFAULT_PATH, container_config.image_environment(image), self._creator
+        )
 
     def duplicate_listener(self) -> socket.socket:
         return socket.socket(fileno=os.dup(self._fds["listener"]))
@@ -240,40 +223,15 @@ class DockerSandbox(NetworkedSandbox):
             f"/proc/self/fd/{self._fds['root']}/.", workdir, {"/": ()}, self._host_uid, _HIDDEN
         )
 
-    async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
-        await self._check_exhausted()
+    async def _run_transfer(self, name: Transfer, timeout: float, **arguments: Any) -> Any:
         if self._creator.direct:
-            return await super().read(path, limit=limit, timeout=timeout)
-        return await _within(self._open_archive().read(path, limit), timeout)
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
-        await self._check_exhausted()
-        if self._creator.direct:
-            await super().write(path, data, mode=mode, timeout=timeout)
-        else:
-            await _within(self._open_archive(writing=True).write(path, data, mode), timeout)
-
-    async def upload(
-        self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
-    ) -> None:
-        await self._check_exhausted()
-        if self._creator.direct:
-            await super().upload(source, target, inside=inside, timeout=timeout)
-        else:
-            await _within(self._open_archive(writing=True).upload(source, target, inside), timeout)
-
-    async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
-        await self._check_exhausted()
-        if self._creator.direct:
-            await super().download(source, target, limit=limit, timeout=timeout)
-        else:
-            await _within(self._open_archive().download(source, target, limit), timeout)
-
-    def _open_archive(self, *, writing: bool = False) -> ArchiveTransfer:
-        self._require_channel()
-        if self.spec.read_only and writing:
+            return await super()._run_transfer(name, timeout, **arguments)
+        await self._require_alive()
+        if self.spec.read_only and name in ("write", "upload"):
             self._refuse("write into a read-only container, unless Rookery runs as root")
-        return ArchiveTransfer(self._creator.engine, self._container, self.get_root(), self._uid)
+        archive = ArchiveTransfer(self._creator.engine, self._container, self.get_root(), self._uid)
+        async with asyncio.timeout(timeout):
+            return await getattr(archive, name)(**arguments)
 
     # ---- commands
 
@@ -298,18 +256,6 @@ class DockerSandbox(NetworkedSandbox):
 
     def get_cwd(self, command: Command) -> str:
         return os.path.join(self._workdir, command.cwd or "")  # noqa: PTH118  (a path in the container)
-
-    def get_default_uid(self) -> int:
-        return self._uid
-
-    def is_default_user(self, user: str) -> bool:
-        names = {0: ("root", "0"), 1000: ("user", "1000")}.get(self._uid) or (str(self._uid),)
-        return user in names or (user == "image" and self.spec.user == user)
-
-    async def resolve_user(self, user: str) -> CommandUser:
-        if self.is_default_user(user):
-            return DEFAULT_USER
-        return await find_user(user, partial(self.read, limit=MAX_PASSWD_BYTES))
 
     def get_memory_cgroup(self) -> str:
         return self._cgroup
@@ -366,8 +312,8 @@ class DockerSandbox(NetworkedSandbox):
 
     # ---- snapshots
 
-    def _require_snapshots(self) -> ForkTree:
-        self._require_channel()
+    async def _require_snapshots(self) -> ForkTree:
+        await self._require_alive()
         if not self._creator.direct:
             self._refuse("take snapshots unless Rookery runs as root")
         if self.spec.read_only:
@@ -375,19 +321,16 @@ class DockerSandbox(NetworkedSandbox):
         return self._tree
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
-        await self._check_exhausted()
-        tree = self._require_snapshots()
+        tree = await self._require_snapshots()
         labels = orphans.make_labels(self._make_lease())
         changes = ChangeReader(self.get_root(), timeout)
-        with reporting_timeout(timeout, f"the snapshot of sandbox {self.id}"):
-            async with asyncio.timeout(timeout):
-                return await tree.take_snapshot(self._creator.engine, self._container, self.id, labels, changes)
+        async with limit_time(timeout, f"the snapshot of sandbox {self.id}"):
+            return await tree.take_snapshot(self._creator.engine, self._container, self.id, labels, changes)
 
     async def fork(
         self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
     ) -> "DockerSandbox":
-        await self._check_exhausted()
-        tree = self._require_snapshots()
+        tree = await self._require_snapshots()
         tree.get_snapshot(snapshot)
         if spec is not None and (problems := container_config.find_spec_problems(spec)):
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
@@ -395,18 +338,16 @@ class DockerSandbox(NetworkedSandbox):
         return await self._creator.make(merged, self._attempt, timeout, tree, snapshot)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
-        await self._check_exhausted()
-        taken = self._require_snapshots().get_snapshot(snapshot)
+        taken = (await self._require_snapshots()).get_snapshot(snapshot)
         own = taken.sandbox_id == self.id
         if not own and self._base_snapshot != snapshot:
             self._refuse(f"compare with {snapshot!r}: this sandbox was not forked from it")
         changes = ChangeReader(self.get_root(), timeout)
         engine, container = self._creator.engine, self._container
-        with reporting_timeout(timeout, f"the diff of sandbox {self.id}"):
-            async with asyncio.timeout(timeout), paused(engine, container):
-                if own:
-                    return compare_changes(taken.changes, await changes.read(engine, container))
-                return compare_changes({}, await changes.read_since(taken, engine, container))
+        async with limit_time(timeout, f"the diff of sandbox {self.id}"), paused(engine, container):
+            if own:
+                return compare_changes(taken.changes, await changes.read(engine, container))
+            return compare_changes({}, await changes.read_since(taken, engine, container))
 
     # ---- close
 
@@ -414,15 +355,10 @@ class DockerSandbox(NetworkedSandbox):
         if self._disk_watch is not None:
             self._disk_watch.cancel()
             await asyncio.gather(self._disk_watch, return_exceptions=True)
-        await self._end_transfers()
-        self._close_fds(
-            "root", "work_tmpfs"
-        )  # an open descriptor keeps the container engine from unmounting the file system
-        try:
-            if self._proxy is not None:
-                await self._proxy.close()
-        finally:
-            await super()._close()
+        await super()._close()
+
+    def close_files(self) -> None:
+        self._close_fds("root", "work_tmpfs")  # they keep the container engine from unmounting the file system
 
     def _remove_soon(self) -> None:
         """Remove the container in the background, through the container engine, as its guard does not answer."""
@@ -452,8 +388,3 @@ class DockerSandbox(NetworkedSandbox):
     def remove_files(self) -> None:
         """Remove the sandbox's directory and lease. Its container must be gone."""
         leases.remove_sandbox(self._directory, self.id)
-
-
-async def _within(call: Coroutine[Any, Any, T], timeout: float) -> T:
-    async with asyncio.timeout(timeout):
-        return await call

@@ -10,13 +10,11 @@ Guarantees:
   through a proxy in the owner's process. It reaches nothing else, and this needs no privileges on the host.
 """
 
-import asyncio
 import os
 import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,19 +25,16 @@ from rookery.sandboxes import leases, transfers
 from rookery.sandboxes.channel import GuardChannel
 from rookery.sandboxes.guarded_sandbox import (
     DEFAULT_PATH,
-    DEFAULT_USER,
-    MAX_PASSWD_BYTES,
     CommandUser,
     close_all,
-    find_user,
+    limit_time,
     merge_fork_spec,
     open_or_close,
-    reporting_timeout,
 )
 from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local.keeper_client import KeeperClient, SandboxHandle, SandboxRequest
 from rookery.sandboxes.local.keeper_group import KeeperGroup
-from rookery.sandboxes.networked_sandbox import NetworkedSandbox
+from rookery.sandboxes.networked_sandbox import PORT, USER, WORK, NetworkedSandbox
 from rookery.sandboxes.protocol import Command, Lease, MachineCheck, ProviderHome
 from rookery.sandboxes.usage import read_peaks
 
@@ -50,13 +45,8 @@ if TYPE_CHECKING:
     from rookery.sandboxes.images.references import ImageReference
     from rookery.sandboxes.images.store import AcquiredImage
 
-WORK = "/work"
-USER = 1000
 DISK = 1 << 30
 """Default disk size in bytes. The disk is a tmpfs: what is written to it uses memory and counts as memory."""
-PORT = 7465
-"""TCP port on a sandbox's loopback interface on which the owner serves the networks `model` and `allow`."""
-URL = f"http://127.0.0.1:{PORT}"
 INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
 """First entry of PATH in sandboxes without an image, so that `python3` is the interpreter that runs Rookery."""
 _HIDDEN_DIRECTORIES = ("proc", "dev", "sys")
@@ -190,15 +180,11 @@ class LocalProvider:
         return await open_or_close(sandbox, self._open_sandbox(sandbox, snapshot, keeper), timeout)
 
     async def _open_sandbox(self, sandbox: "LocalSandbox", snapshot: str, keeper: KeeperClient | None) -> None:
-        if sandbox.spec.network == "allow" and self.resolver is None:
-            from rookery.sandboxes.egress.proxy import Resolver
-
-            self.resolver = Resolver()
         if keeper is not None or sandbox.spec.image or sandbox.spec.mounts:
-            await sandbox.open(keeper or await self.keeper(), snapshot, self.resolver)
+            await sandbox.open(keeper or await self.keeper(), snapshot)
         else:
             async with self.keepers.choose() as chosen:
-                await sandbox.open(chosen, snapshot, self.resolver)
+                await sandbox.open(chosen, snapshot)
 
     def forget(self, sandbox: "LocalSandbox") -> None:
         self.open_sandboxes.discard(sandbox)
@@ -234,7 +220,6 @@ class LocalSandbox(NetworkedSandbox):
         self._attempt = attempt
         self._handle: SandboxHandle | None = None
         self._keeper: KeeperClient | None = None
-        self.inside_url = URL if spec.network == "model" else ""
         self._acquired_image = acquired_image
         """The image of the sandbox if it comes from the image store; else None."""
         self._uid = 0 if spec.user in ("root", "0") else USER
@@ -247,7 +232,7 @@ class LocalSandbox(NetworkedSandbox):
                 self._work = acquired_image.record.config.workdir
                 self._create_workdir = not acquired_image.record.made_workdir
 
-    async def open(self, keeper: KeeperClient, snapshot: str = "", resolver: "Resolver | None" = None) -> None:
+    async def open(self, keeper: KeeperClient, snapshot: str = "") -> None:
         spec = self.spec
         path = leases.write_lease(
             self._folder,
@@ -277,16 +262,11 @@ class LocalSandbox(NetworkedSandbox):
         self._oom = OomWatch(handle.memory_cgroup)
         self._peaks_before = read_peaks(handle.memory_cgroup)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._base_env = {
-            "PATH": DEFAULT_PATH if spec.image else f"{INTERPRETER}:{DEFAULT_PATH}",
-            "HOME": WORK,
-            "USER": {0: "root", USER: "user"}.get(self._uid, str(self._uid)),
-            "TMPDIR": "/tmp",  # noqa: S108  (inside the sandbox)
-            "LANG": "C.UTF-8",
-            **(self._acquired_image.record.config.env if self._acquired_image is not None else {}),
-            **(self.start_proxy(resolver, URL) if resolver is not None else {}),
-            **spec.env,
-        }
+        self._base_env = self.make_environment(
+            DEFAULT_PATH if spec.image else f"{INTERPRETER}:{DEFAULT_PATH}",
+            self._acquired_image.record.config.env if self._acquired_image is not None else {},
+            self._provider,
+        )
         self.channel = GuardChannel(handle.pid, handle.channel, None, handle.pidfd)
         if self._create_workdir:
             made = await self.exec(Command(argv=("mkdir", "-p", "--", self._work), cwd="/"))
@@ -315,23 +295,14 @@ class LocalSandbox(NetworkedSandbox):
     def get_cwd(self, command: Command) -> str:
         return os.path.join(self._work, command.cwd or "")  # noqa: PTH118  (a program's own text)
 
-    def get_default_uid(self) -> int:
-        return self._uid
-
-    def is_default_user(self, user: str) -> bool:
-        names = {0: ("root", "0"), USER: ("user", str(USER))}.get(self._uid, (str(self._uid),))
-        return user in names or (user == "image" and self.spec.user == user)
-
     async def resolve_user(self, user: str) -> CommandUser:
-        if self.is_default_user(user):
-            return DEFAULT_USER
         assert self._handle is not None
-        if self._handle.root_uid < 0:
+        if self._handle.root_uid < 0 and not self.is_default_user(user):
             raise SandboxError(
                 f"a command cannot run as {user!r}: this sandbox has a single user; run Rookery as root for more",
                 cause="sandbox.refused",
             )
-        return await find_user(user, partial(self.read, limit=MAX_PASSWD_BYTES))
+        return await super().resolve_user(user)
 
     def count_limit_hits(self) -> tuple[int, int]:
         directory = self._handle.memory_cgroup if self._handle is not None else ""
@@ -353,17 +324,14 @@ class LocalSandbox(NetworkedSandbox):
         return -1 if self._handle is None or self._closing is not None else self._handle.root
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
-        await self._check_exhausted()
-        handle, keeper = self._require_overlay()
-        with reporting_timeout(timeout, f"the snapshot of sandbox {self.id}"):
-            async with asyncio.timeout(timeout):
-                return await keeper.snapshot(handle.name, handle.layer)
+        handle, keeper = await self._require_overlay()
+        async with limit_time(timeout, f"the snapshot of sandbox {self.id}"):
+            return await keeper.snapshot(handle.name, handle.layer)
 
     async def fork(
         self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
     ) -> "LocalSandbox":
-        await self._check_exhausted()
-        _, keeper = self._require_overlay()
+        _, keeper = await self._require_overlay()
         if spec is not None and (problems := self._provider.find_unsupported(spec)):
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
         image = self._acquired_image
@@ -372,35 +340,27 @@ class LocalSandbox(NetworkedSandbox):
         return await self._provider.make(fork_spec, self._attempt, timeout, snapshot, acquired, keeper)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
-        await self._check_exhausted()
-        handle, keeper = self._require_overlay()
-        with reporting_timeout(timeout, f"the diff of sandbox {self.id}"):
-            async with asyncio.timeout(timeout):
-                result = await keeper.diff(handle.name, handle.layer, snapshot)
+        handle, keeper = await self._require_overlay()
+        async with limit_time(timeout, f"the diff of sandbox {self.id}"):
+            result = await keeper.diff(handle.name, handle.layer, snapshot)
         try:
             found = os.pread(result, _MAX_DIFF, 0).split(b"\0")[:-1]
         finally:
             os.close(result)
         return {os.fsdecode(item[1:]): _CHANGES[item[:1]] for item in found}
 
-    def _require_overlay(self) -> tuple[SandboxHandle, KeeperClient]:
-        self._require_channel()
+    async def _require_overlay(self) -> tuple[SandboxHandle, KeeperClient]:
+        await self._require_alive()
         if self._handle is None or self._keeper is None or self._handle.layer < 0:
             self._refuse("take snapshots on this kernel")
         return self._handle, self._keeper
 
-    async def _close(self) -> None:
-        await self._end_transfers()
+    def close_files(self) -> None:
         if self._handle is not None and self._keeper is not None:
             # Closed first: the process that closes the last descriptor waits for the kernel to unmount the files.
             self._handle.close_files()
             # The kernel kills everything at once; pid 1 would first have to win against a fork bomb.
             self._keeper.end(self._handle.name)
-        try:
-            if self._proxy is not None:
-                await self._proxy.close()
-        finally:
-            await super()._close()
 
     async def clean_up(self) -> None:
         if self._handle is not None:
