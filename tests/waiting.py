@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pytest
+
     from rookery import Engine
     from rookery.sandboxes import Command, ExecResult, Sandbox
 
@@ -37,6 +39,21 @@ def block_until(condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
             raise TimeoutError(f"not true after {seconds} s")
         time.sleep(PAUSE_SECONDS)
     return found
+
+
+def advance_clock(monkeypatch: "pytest.MonkeyPatch", seconds: float) -> None:
+    """Let the monotonic clock of this process jump forward, and with it the clock of an asyncio event loop.
+
+    Timers that are due then run at the next passes of the event loop.
+    """
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + seconds)
+
+
+async def run_timers() -> None:
+    """Let the event loop run all timers that are due and the tasks that they wake."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 async def wait_for_status(

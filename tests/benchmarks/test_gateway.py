@@ -365,7 +365,7 @@ def test_no_process_survives_the_end_of_standard_input(how: str) -> None:
 def test_stdin_lifetime_returns_the_exit_status_of_its_command() -> None:
     command = [sys.executable, "-m", "benchmarks.stdin_lifetime", sys.executable, "-c", "raise SystemExit(3)"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        assert process.wait(30) == 3
+        assert process.wait(60) == 3
 
 
 # -------------------------------------------------------------------------------------------- servers

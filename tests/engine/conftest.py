@@ -72,13 +72,6 @@ async def wait_for_heartbeats(engine: Engine) -> None:
         await wait_until(lambda: all(runner.last_message > start for runner in engine.supervisor.pool.runners))  # noqa: B023
 
 
-def advance_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let the clock of the running event loop jump forward, so that a test need not wait."""
-    loop = asyncio.get_running_loop()
-    now = loop.time
-    monkeypatch.setattr(loop, "time", lambda: now() + seconds)
-
-
 class GatedEnvironment(Environment):
     """Calls the policy once, then waits until the gate of its question is open."""
 

@@ -129,7 +129,7 @@ async def test_killed_supervisor_ends_all_its_processes_within_seconds(
     for fd in tree:
         gone = asyncio.Event()
         loop.add_reader(fd, gone.set)
-        await asyncio.wait_for(gone.wait(), 15)
+        await asyncio.wait_for(gone.wait(), 60)
         loop.remove_reader(fd)
         os.close(fd)
     again = await start("resume", folder, model.url)

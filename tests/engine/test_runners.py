@@ -14,7 +14,6 @@ from rookery.core import Failed, UsageError, label
 from rookery.engine import RetryPolicy, Stopped
 from tests.engine.conftest import (
     GatedEnvironment,
-    advance_clock,
     build_engine,
     events,
     run_groups,
@@ -22,7 +21,7 @@ from tests.engine.conftest import (
 )
 from tests.processes import send_signal
 from tests.servers import ModelServer
-from tests.waiting import wait_for_status
+from tests.waiting import advance_clock, wait_for_status
 
 
 def row(**data: Any) -> dict[str, Any]:

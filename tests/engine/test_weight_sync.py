@@ -279,7 +279,7 @@ async def test_sync_engine_loads_weights_in_the_callers_thread(fails: bool, tmp_
 
     def use(server: StandinServer, loop: asyncio.AbstractEventLoop) -> tuple[list[Group], int]:
         def pushed() -> None:
-            asyncio.run_coroutine_threadsafe(load_new_weights(server), loop).result(30)
+            asyncio.run_coroutine_threadsafe(load_new_weights(server), loop).result(60)
 
         policy = UpstreamConfig(kind="vllm", urls=(server.root,))
         with SyncEngine(

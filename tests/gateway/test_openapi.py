@@ -45,7 +45,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessGatew
 
 @pytest.fixture(scope="module")
 def secret(gateway: InProcessGateway) -> str:
-    answer = requests.post(f"{gateway.url}/rollouts", json={"id": "one"}, headers=bearer(ADMIN_KEY), timeout=20)
+    answer = requests.post(f"{gateway.url}/rollouts", json={"id": "one"}, headers=bearer(ADMIN_KEY), timeout=60)
     return str(answer.json()["secret"])
 
 
@@ -106,7 +106,7 @@ def test_every_response_matches_the_openapi_description(
             if "cancel" in operation.path:
                 return
             case.path_parameters = {**case.path_parameters, "id": session}
-        answer = case.call_and_validate(base_url=gateway.url, headers=keys, checks=CONFORMS, timeout=20)
+        answer = case.call_and_validate(base_url=gateway.url, headers=keys, checks=CONFORMS, timeout=60)
         statuses.add(answer.status_code)
 
     check()
@@ -130,14 +130,14 @@ def test_request_without_a_valid_key_gets_401(gateway: InProcessGateway, secret:
             case.path_parameters = {**case.path_parameters, "id": "one"}
         if headers == bearer("other"):
             headers = bearer(ADMIN_KEY if "/v1/rollouts" in operation.path else secret)
-        answer = case.call(base_url=gateway.url, headers=headers, timeout=20)
+        answer = case.call(base_url=gateway.url, headers=headers, timeout=60)
         assert (answer.status_code == 401) == bool(needs)
 
     check()
 
 
 def test_description_is_served_and_lists_every_operation(gateway: InProcessGateway, tmp_path: Path) -> None:
-    description = requests.get(f"{gateway.url}/openapi.json", timeout=20).json()
+    description = requests.get(f"{gateway.url}/openapi.json", timeout=60).json()
     assert description == msgspec.json.decode(msgspec.json.encode(build_openapi()))
     below = [f"/v1/rollouts/{{id}}{inner}" for inner in ("", "/v1")]
     assert {operation.label for operation in OPERATIONS} == {
@@ -159,7 +159,7 @@ def test_undescribed_method_gets_405_with_the_allowed_methods(
     key = secret if path.startswith("/v1/rollouts") else ADMIN_KEY
     url = gateway.url + path.replace("{id}", "one").replace("{response}", "resp_1")
     for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - right:
-        answer = requests.request(method, url, headers=bearer(key), timeout=20)
+        answer = requests.request(method, url, headers=bearer(key), timeout=60)
         assert answer.status_code == 405, (method, path)
         assert right <= set(answer.headers["allow"].split(", "))
         error = answer.json()["error"]

@@ -44,7 +44,7 @@ for path, key in json.loads(sys.argv[1]):
     headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
     request = urllib.request.Request("http://127.0.0.1:@" + path, body, headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             print(answer.status, json.load(answer)["choices"][0]["message"]["content"])
     except urllib.error.HTTPError as error:
         print(error.code, json.load(error)["error"]["code"])
@@ -57,7 +57,7 @@ def ask(text):
     body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
     headers = {"Authorization": "Bearer any", "Content-Type": "application/json"}
     where = "http://127.0.0.1:@/v1/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(where, body, headers), timeout=30) as answer:
+    with urllib.request.urlopen(urllib.request.Request(where, body, headers), timeout=60) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 print(ask("before"))
 open("asked", "w").close()

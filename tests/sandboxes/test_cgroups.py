@@ -158,7 +158,7 @@ time.sleep(600)"""
         assert cgroups.count_refused_forks(cgroup.find_directory(PIDS)) >= 1
         assert not cgroup.remove()  # it still has processes
         assert cgroup.kill()
-        assert program.wait(timeout=30) == -9
+        assert program.wait(timeout=60) == -9
         assert program.stdout.read() == ""  # every process that holds the pipe is dead
     finally:
         program.kill()
@@ -169,7 +169,7 @@ def test_memory_over_the_limit_is_an_oom_kill(cgroup: cgroups.SandboxCgroup) -> 
     cgroup.set_limits(CgroupLimits(memory=32 * MB, pids=8))
     program = start_in_cgroup(cgroup, "x = bytearray(b'x') * (256 << 20)")
     try:
-        assert program.wait(timeout=30) == -9
+        assert program.wait(timeout=60) == -9
         assert cgroups.count_oom_kills(cgroup.find_directory(MEMORY)) == 1
     finally:
         program.kill()

@@ -158,4 +158,4 @@ async def test_background_program_can_be_warm(warm_sandbox: WarmSandbox) -> None
         assert chunk == b"ONE\n"
         break
     await process.send(b"", eof=True)
-    assert (await process.wait(timeout=20)).ok
+    assert (await process.wait(timeout=60)).ok

@@ -141,7 +141,7 @@ async def test_call_continues_after_a_pause(up, server, mode, streamed):
     with server.freezing(30):
         call = asyncio.create_task(upstream.complete(request, timeout=60, on_delta=on_delta if streamed else None))
         await server.frozen(30)
-        await upstream.pause(mode, timeout=30)
+        await upstream.pause(mode, timeout=60)
         assert (upstream.in_flight == 1) == (mode == "keep")
     await upstream.resume(5)
     reply = await call
@@ -173,7 +173,7 @@ async def test_many_calls_through_many_syncs(up, server):
         for n, request in enumerate(requests)
     ]
     for version, mode in enumerate(["abort", "keep", "abort", "drain"], 1):
-        async with upstream.sync(version, None, mode=mode, timeout=30):
+        async with upstream.sync(version, None, mode=mode, timeout=60):
             assert upstream.paused
     for n, (call, whole) in enumerate(zip(calls, alone, strict=True)):
         reply = await call

@@ -98,7 +98,7 @@ def test_body_until_close_that_ends_in_a_reset_is_incomplete(loop: str) -> None:
         async def handle(wire: Wire) -> None:
             await wire.request()
             await wire.send(OK + b"\r\nabc")
-            await asyncio.wait_for(proceed.wait(), 30)
+            await asyncio.wait_for(proceed.wait(), 60)
             wire.reset()
 
         proceed = asyncio.Event()

@@ -29,7 +29,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         [*_OPENSSL.split(), "-keyout", str(key), "-out", str(cert)],
         check=True,
         capture_output=True,
-        timeout=30,
+        timeout=60,
     )
     return key, cert
 

@@ -16,7 +16,7 @@ from tests.upstreams.helpers import KEY, REQUEST, fails, upstream
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
 async def test_server_answers_with_or_without_v1_in_its_url(path):
     async with ModelServer("hello") as server, upstream(server.url + path) as up:
-        reply = await up.complete(REQUEST, timeout=30)
+        reply = await up.complete(REQUEST, timeout=60)
         assert (reply.message, reply.finish) == (Message("assistant", "hello"), "stop")
         assert server.requests[0].path == "/v1/chat/completions"
         assert server.requests[0].headers["Authorization"] == f"Bearer {KEY}"
@@ -26,7 +26,7 @@ async def test_server_answers_with_or_without_v1_in_its_url(path):
 async def test_token_ids_and_logprobs_are_requested_and_come_back():
     answer = Answer("hi", ids=[7, 8], logprobs=[-0.5, -1.5], prompt_ids=[1, 2, 3], extra={"weight_version": "4"})
     async with ModelServer(answer) as server, upstream(server.url) as up:
-        reply = await up.complete(REQUEST, timeout=30)
+        reply = await up.complete(REQUEST, timeout=60)
         assert (reply.prompt, reply.sampled) == (ints([1, 2, 3]), ints([7, 8]))
         assert reply.logprobs == floats([-0.5, -1.5])
         assert reply.version == 4
@@ -37,7 +37,7 @@ async def test_token_ids_and_logprobs_are_requested_and_come_back():
 async def test_token_ids_go_in_through_completions():
     answer = Answer("hi", ids=[7], logprobs=[-0.5])
     async with ModelServer(answer) as server, upstream(server.url) as up:
-        reply = await up.complete(ModelRequest(model="m", tokens=ints([1, 2])), timeout=30)
+        reply = await up.complete(ModelRequest(model="m", tokens=ints([1, 2])), timeout=60)
         assert (reply.message.text, reply.prompt, reply.sampled) == ("hi", ints([1, 2]), ints([7]))
         assert reply.logprobs == floats([-0.5])
         assert server.requests[0].path == "/v1/completions"
@@ -47,7 +47,7 @@ async def test_token_ids_go_in_through_completions():
 async def test_tool_calls_come_back():
     answer = Answer(None, calls=[("add", '{"a": 1}'), ("add", "not json")], finish="tool_calls")
     async with ModelServer(answer) as server, upstream(server.url) as up:
-        reply = await up.complete(REQUEST, timeout=30)
+        reply = await up.complete(REQUEST, timeout=60)
         assert reply.message.tool_calls == (
             ToolCall("call_0", "add", '{"a": 1}'),
             ToolCall("call_1", "add", "not json"),
@@ -58,15 +58,15 @@ async def test_tool_calls_come_back():
 async def test_own_version_is_used_if_the_server_reports_none():
     async with ModelServer() as server, upstream(server.url) as up:
         up.version = 9
-        assert (await up.complete(REQUEST, timeout=30)).version == 9
+        assert (await up.complete(REQUEST, timeout=60)).version == 9
         server.then(Answer(headers={"X-Weight-Version": "11"}))
-        assert (await up.complete(REQUEST, timeout=30)).version == 11
+        assert (await up.complete(REQUEST, timeout=60)).version == 11
 
 
 async def test_sampling_of_the_request_is_sent():
     async with ModelServer() as server, upstream(server.url) as up:
         sampling = Sampling(temperature=0.0, top_p=0.5)
-        await up.complete(ModelRequest(model="", messages=REQUEST.messages, sampling=sampling), timeout=30)
+        await up.complete(ModelRequest(model="", messages=REQUEST.messages, sampling=sampling), timeout=60)
         sent = server.requests[0].body
         assert (sent["temperature"], sent["top_p"], sent["model"]) == (0.0, 0.5, "test-model")
 
@@ -74,7 +74,7 @@ async def test_sampling_of_the_request_is_sent():
 async def test_connections_are_reused():
     async with ModelServer() as server, upstream(server.url) as up:
         for _ in range(5):
-            await up.complete(REQUEST, timeout=30)
+            await up.complete(REQUEST, timeout=60)
         assert (len(server.requests), server.connections) == (5, 1)
 
 
@@ -104,7 +104,7 @@ async def test_refused_field_is_excluded_from_then_on(fields, caplog):
         server.unsupported_fields = fields
         with caplog.at_level(logging.WARNING, "rookery.upstreams"):
             for _ in range(3):
-                reply = await up.complete(REQUEST, timeout=30)
+                reply = await up.complete(REQUEST, timeout=60)
                 assert (reply.sampled, reply.logprobs, reply.message.text) == (b"", b"", "ok")
         assert len(server.requests) == 3 + len(fields)
         assert len(caplog.records) == 1
@@ -117,7 +117,7 @@ async def test_field_is_not_omitted_after_an_error_about_another():
         server.then(*[Answer(status=422, body=complaint)] * 3)
         await fails(up, "upstream.rejected")
         assert len(server.requests) == 3
-        await up.complete(REQUEST, timeout=30)
+        await up.complete(REQUEST, timeout=60)
         assert server.requests[-1].body["return_token_ids"] is True
 
 
@@ -126,7 +126,7 @@ async def test_max_tokens_is_renamed_if_the_server_requires_it():
     request = ModelRequest(model="m", messages=REQUEST.messages, sampling=Sampling(max_tokens=5))
     async with ModelServer() as server, upstream(server.url) as up:
         server.then(Answer(status=400, error=complaint))
-        await up.complete(request, timeout=30)
+        await up.complete(request, timeout=60)
         assert server.requests[-1].body["max_completion_tokens"] == 5
 
 
@@ -137,7 +137,7 @@ async def test_login_in_the_url_is_used_and_never_shown():
     async with ModelServer() as server:
         url = server.url.replace("//", "//me:open-sesame@")
         async with upstream(url) as up:
-            assert "sesame" not in (await up.complete(REQUEST, timeout=30)).replica
+            assert "sesame" not in (await up.complete(REQUEST, timeout=60)).replica
             assert server.requests[0].headers["Authorization"].startswith("Basic ")
             server.then(Answer(status=500, error="open-sesame"))
             assert "sesame" not in await fails(up, "upstream.error")
@@ -146,7 +146,7 @@ async def test_login_in_the_url_is_used_and_never_shown():
 async def test_key_is_read_from_the_configured_variable(monkeypatch):
     monkeypatch.setenv("THEIR_KEY", "sk-from-env")
     async with ModelServer() as server, upstream(server.url, key=None, key_env="THEIR_KEY") as up:
-        await up.complete(REQUEST, timeout=30)
+        await up.complete(REQUEST, timeout=60)
         assert server.requests[0].headers["Authorization"] == "Bearer sk-from-env"
 
 
@@ -154,7 +154,7 @@ async def test_request_without_a_key_has_no_authorization_header(monkeypatch):
     monkeypatch.delenv("ROOKERY_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     async with ModelServer() as server, upstream(server.url, key=None) as up:
-        await up.complete(REQUEST, timeout=30)
+        await up.complete(REQUEST, timeout=60)
         assert "Authorization" not in server.requests[0].headers
 
 
@@ -189,7 +189,7 @@ async def test_upstream_is_opened_by_kind():
     async with ModelServer() as server:
         up = open_upstream(UpstreamConfig(urls=(server.url,)))
         assert isinstance(up, OpenAIUpstream)
-        await up.complete(REQUEST, timeout=30)
+        await up.complete(REQUEST, timeout=60)
         await up.close()
         await up.close()
 
@@ -204,7 +204,7 @@ async def test_invalid_requests_are_refused_before_they_are_sent():
             ModelRequest(model="m", messages=(Message("user", "\ud800"),)),
         ):
             with pytest.raises(UpstreamError) as caught:
-                await up.complete(request, timeout=30)
+                await up.complete(request, timeout=60)
             assert caught.value.code == "upstream.rejected"
         assert not server.requests
 

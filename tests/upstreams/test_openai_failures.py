@@ -23,7 +23,7 @@ async def test_refused_connection_is_unreachable():
 async def test_unknown_host_is_unreachable():
     async with upstream("http://no-such-host.invalid:1", retries=0) as up:
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(REQUEST, timeout=30)
+            await up.complete(REQUEST, timeout=60)
         assert caught.value.code == "upstream.unreachable"
 
 
@@ -65,7 +65,7 @@ async def test_full_context_ends_the_rollout_as_truncated():
         server.then(Answer(status=400, error=message), Answer(status=400, code="context_length_exceeded"))
         for _ in range(2):
             with pytest.raises(Truncation) as caught:
-                await up.complete(REQUEST, timeout=30)
+                await up.complete(REQUEST, timeout=60)
             assert caught.value.reason == "context"
 
 
@@ -117,16 +117,16 @@ async def test_partial_reply_is_never_complete(data):
 async def test_server_that_comes_back_is_retried(status):
     async with ModelServer("there") as server, upstream(server.url) as up:
         server.then(Answer(status=status), Answer(status=status, headers={"Retry-After": "0"}))
-        assert (await up.complete(REQUEST, timeout=30)).message.text == "there"
+        assert (await up.complete(REQUEST, timeout=60)).message.text == "there"
         assert len(server.requests) == 3
 
 
 async def test_retry_after_past_the_deadline_fails_at_once():
     async with (
-        ModelServer(Answer(status=429, headers={"Retry-After": "50"})) as server,
+        ModelServer(Answer(status=429, headers={"Retry-After": "500"})) as server,
         upstream(server.url) as up,
     ):
-        await fails(up, "upstream.overloaded", timeout=20)
+        await fails(up, "upstream.overloaded", timeout=60)
         assert len(server.requests) == 1
 
 
@@ -134,7 +134,7 @@ async def test_retry_after_past_the_deadline_fails_at_once():
 async def test_connection_dropped_before_a_reply_is_retried_once(cut):
     async with ModelServer("there") as server, upstream(server.url) as up:
         server.then(Answer(cut=cut))
-        assert (await up.complete(REQUEST, timeout=30)).message.text == "there"
+        assert (await up.complete(REQUEST, timeout=60)).message.text == "there"
         server.then(Answer(cut=cut), Answer(cut=cut), Answer(cut=cut))
         await fails(up, "upstream.unreachable")
         assert len(server.requests) == 4
@@ -142,10 +142,10 @@ async def test_connection_dropped_before_a_reply_is_retried_once(cut):
 
 async def test_calls_reach_a_restarted_server():
     async with ModelServer("there") as server, upstream(server.url) as up:
-        await up.complete(REQUEST, timeout=30)
+        await up.complete(REQUEST, timeout=60)
         await server.stop()
         async with server:
-            assert (await up.complete(REQUEST, timeout=30)).message.text == "there"
+            assert (await up.complete(REQUEST, timeout=60)).message.text == "there"
 
 
 async def test_another_replica_is_tried_if_one_is_unreachable():
@@ -156,7 +156,7 @@ async def test_another_replica_is_tried_if_one_is_unreachable():
     ):
         for n in range(6):
             affine_request = ModelRequest(model="m", messages=REQUEST.messages, affinity=f"a{n}" if n % 2 else "")
-            assert (await up.complete(affine_request, timeout=30)).message.text == "there"
+            assert (await up.complete(affine_request, timeout=60)).message.text == "there"
 
 
 # ------------------------------------------------------------------------------------- deadlines and slots
@@ -170,7 +170,7 @@ async def test_slow_reply_is_a_timeout_and_its_connection_is_closed():
         assert " 60 s" in await failing
         await server.wait_for_disconnects()
         server.default = Answer("free")
-        assert (await up.complete(REQUEST, timeout=30)).message.text == "free"
+        assert (await up.complete(REQUEST, timeout=60)).message.text == "free"
 
 
 async def test_cancelling_closes_the_connection_and_frees_the_slot():
@@ -214,7 +214,7 @@ async def test_slots_are_granted_in_order_and_waiting_is_reported():
     async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
 
         async def call(n: int) -> float:
-            reply = await up.complete(REQUEST, timeout=20)
+            reply = await up.complete(REQUEST, timeout=60)
             order.append(n)
             return reply.queued
 

@@ -502,7 +502,7 @@ async def test_interruption_is_not_a_cancellation_for_the_caller(oracle):
     upstream = PausableUpstream(oracle)
 
     async def around() -> int:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await upstream.complete(make_request(sampling={"max_tokens": 30}), timeout=60)
             await asyncio.sleep(0)
         task = asyncio.current_task()

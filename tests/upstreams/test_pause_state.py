@@ -9,6 +9,7 @@ from rookery.core import Sampling, UpstreamError, ints
 from rookery.upstreams import ModelRequest
 from rookery.upstreams.pause import PausableUpstream, PauseState
 from tests.upstreams.oracle import Oracle
+from tests.waiting import advance_clock, run_timers, wait_until
 
 REQUEST = ModelRequest(model="m", tokens=ints([5, 2]), sampling=Sampling(max_tokens=3))
 LONG = ModelRequest(model="m", tokens=ints([6, 2]), sampling=Sampling(max_tokens=200))
@@ -141,10 +142,12 @@ async def test_pause_right_after_a_resume_leaves_the_engine_frozen(upstream, ora
 
 
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
-async def test_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, oracle, mode, caplog):
+async def test_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, oracle, mode, caplog, monkeypatch):
     under_way = await long_call(upstream, oracle) if mode == "keep" else None
-    await upstream.pause(mode, deadline=0.05)
+    await upstream.pause(mode, deadline=30)
     waiting = [asyncio.create_task(upstream.complete(REQUEST, timeout=60)) for _ in range(3)]
+    await wait_until(lambda: upstream.waiting == 3)
+    advance_clock(monkeypatch, 30)
     for call in waiting:
         with pytest.raises(UpstreamError) as caught:
             await call
@@ -160,15 +163,18 @@ async def test_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, or
     assert upstream.version == 2, "a late resume still sets the version"
 
 
-async def test_later_deadline_replaces_an_earlier_one(upstream):
-    await upstream.pause("keep", deadline=0.02)
+async def test_later_deadline_replaces_an_earlier_one(upstream, monkeypatch):
     await upstream.pause("keep", deadline=100)
-    await asyncio.sleep(0.05)
+    await upstream.pause("keep", deadline=1000)
+    advance_clock(monkeypatch, 200)
+    await run_timers()
     assert upstream.paused
-    await upstream.pause("keep", deadline=0.01)
-    await asyncio.sleep(0.03)
+    await upstream.pause("keep", deadline=100)
+    advance_clock(monkeypatch, 200)
+    await run_timers()
     assert upstream.paused, "an earlier deadline has no effect"
-    await upstream.resume()
+    advance_clock(monkeypatch, 700)
+    await wait_until(lambda: not upstream.paused)
 
 
 # ------------------------------------------------------------------------------------------------- failing paths
@@ -317,10 +323,13 @@ async def test_upstream_can_start_paused(oracle, mode):
     assert (await call).version == 5
 
 
-async def test_upstream_that_starts_paused_has_a_deadline(oracle):
-    upstream = PausableUpstream(oracle, state=PauseState(mode="abort", version=4, left=0.03))
+async def test_upstream_that_starts_paused_has_a_deadline(oracle, monkeypatch):
+    upstream = PausableUpstream(oracle, state=PauseState(mode="abort", version=4, left=30))
+    call = asyncio.create_task(upstream.complete(REQUEST, timeout=60))
+    await wait_until(lambda: upstream.waiting == 1)
+    advance_clock(monkeypatch, 30)
     with pytest.raises(UpstreamError):
-        await upstream.complete(REQUEST, timeout=60)
+        await call
     assert upstream.version == 4
 
 

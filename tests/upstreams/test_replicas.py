@@ -41,7 +41,7 @@ async def test_another_replica_answers_when_nothing_was_delivered(first, affinit
         one.on(CHAT, first)
         two.on(CHAT, Play(WHOLE))
         for _ in range(4):
-            reply = await up.complete(affine_request, timeout=30)
+            reply = await up.complete(affine_request, timeout=60)
             assert (reply.message.text, reply.replica) == ("there", f"{two.url}/v1")
 
 
@@ -51,7 +51,7 @@ async def test_rejected_request_is_not_sent_to_another_replica(status):
         for engine in (one, two):
             engine.on(CHAT, Play({"error": {"message": "no"}}, status=status))
         with pytest.raises(UpstreamError):
-            await up.complete(REQUEST, timeout=30)
+            await up.complete(REQUEST, timeout=60)
         assert len(one.requests) + len(two.requests) == 1
 
 
@@ -65,7 +65,7 @@ async def test_request_that_fails_its_server_is_not_sent_to_every_replica():
         for engine in (one, two, three):
             engine.on(CHAT, Play({"error": {"message": "crash"}}, status=500))
         with pytest.raises(UpstreamError):
-            await up.complete(REQUEST, timeout=30)
+            await up.complete(REQUEST, timeout=60)
         assert len(one.requests) + len(two.requests) + len(three.requests) == 2
 
 
@@ -73,7 +73,7 @@ async def test_unreachable_replica_is_excluded_with_a_reason_until_it_responds(c
     async with ModelServer("one") as one, ModelServer("two") as two, upstream(one.url, two.url, retries=1) as up:
         await one.stop()
         for _ in range(6):
-            assert (await up.complete(REQUEST, timeout=30)).message.text == "two"
+            assert (await up.complete(REQUEST, timeout=60)).message.text == "two"
         states = {state.name: state for state in up.states()}
         excluded = states[f"{one.url}/v1"]
         assert not excluded.healthy
@@ -81,25 +81,25 @@ async def test_unreachable_replica_is_excluded_with_a_reason_until_it_responds(c
         assert states[f"{two.url}/v1"].healthy
         assert len([r for r in caplog.records if r.levelname == "WARNING" and one.url in r.message]) == 1
         async with one:
-            assert (await up.complete(REQUEST, timeout=30)).message.text == "two", (
+            assert (await up.complete(REQUEST, timeout=60)).message.text == "two", (
                 "no probe before the exclusion ends"
             )
             later(up, SHORTEST)
-            await up.complete(REQUEST, timeout=30)
+            await up.complete(REQUEST, timeout=60)
             await asyncio.gather(*up.maintenance.tasks)
             assert all(state.healthy and not state.reason for state in up.states())
-            assert {(await up.complete(REQUEST, timeout=30)).message.text for _ in range(4)} == {"one", "two"}
+            assert {(await up.complete(REQUEST, timeout=60)).message.text for _ in range(4)} == {"one", "two"}
 
 
 async def test_failed_probe_extends_the_exclusion():
     async with ModelServer("one") as one, ModelServer("two") as two, upstream(one.url, two.url, retries=1) as up:
         await one.stop()
         for _ in range(2):
-            await up.complete(REQUEST, timeout=30)
+            await up.complete(REQUEST, timeout=60)
         health = up.replicas[0].health
         for factor in (2, 4, 8):
             later(up, 100)
-            await up.complete(REQUEST, timeout=30)
+            await up.complete(REQUEST, timeout=60)
             await asyncio.gather(*up.maintenance.tasks)
             left = health.until - asyncio.get_running_loop().time()
             assert SHORTEST * factor / 2 < left <= SHORTEST * factor
@@ -110,10 +110,10 @@ async def test_calls_are_still_tried_if_all_replicas_are_excluded():
         await one.stop()
         await two.stop()
         with pytest.raises(UpstreamError):
-            await up.complete(REQUEST, timeout=30)
+            await up.complete(REQUEST, timeout=60)
         assert not any(state.healthy for state in up.states())
         async with two:
-            assert (await up.complete(REQUEST, timeout=30)).message.text == "two"
+            assert (await up.complete(REQUEST, timeout=60)).message.text == "two"
 
 
 async def test_replica_is_excluded_only_after_several_timeouts(monkeypatch):
@@ -130,7 +130,7 @@ async def test_replica_is_excluded_only_after_several_timeouts(monkeypatch):
     ):
         results = []
         for _ in range(8):
-            results += await asyncio.gather(up.complete(REQUEST, timeout=30), return_exceptions=True)
+            results += await asyncio.gather(up.complete(REQUEST, timeout=60), return_exceptions=True)
         timeouts = [result for result in results if isinstance(result, UpstreamError)]
         assert [error.code for error in timeouts] == ["upstream.timeout"] * 3
         assert not up.states()[0].healthy
@@ -140,7 +140,7 @@ async def test_larger_limit_admits_waiting_calls():
     hold = asyncio.Event()
     async with ModelServer(Answer(hold=hold)) as server, upstream(server.url, concurrency=1) as up:
         waits: list[bool] = []
-        calls = [asyncio.create_task(up.complete(REQUEST, timeout=30, on_wait=waits.append)) for _ in range(3)]
+        calls = [asyncio.create_task(up.complete(REQUEST, timeout=60, on_wait=waits.append)) for _ in range(3)]
         await server.wait_for_requests(1)
         assert up.replicas[0].gate.waiting == 2
         up.replicas[0].gate.resize(3)
@@ -161,5 +161,5 @@ async def test_streams_are_retried_at_another_replica():
             async def on_delta(delta, pieces=pieces):
                 pieces.append(delta.content)
 
-            reply = await up.complete(REQUEST, timeout=30, on_delta=on_delta)
+            reply = await up.complete(REQUEST, timeout=60, on_delta=on_delta)
             assert "".join(pieces) == reply.message.text == "héllo world"

@@ -47,7 +47,7 @@ def test_upstream_kind_is_opened_by_name():
 async def test_token_ids_go_in_and_come_out_with_the_servers_version():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play(answer([7, 8], text="hi", version="12")))
-        reply = await up.complete(TOKENS, timeout=30)
+        reply = await up.complete(TOKENS, timeout=60)
         assert (reply.prompt, reply.sampled, reply.version) == (ints([1, 2, 3]), ints([7, 8]), 12)
         assert (reply.logprobs, reply.finish) == (floats([-7 / 8, -1.0]), "stop")
         body = engine.requests[0].body
@@ -73,7 +73,7 @@ async def test_all_sampling_parameters_are_sent_in_the_right_field():
     tops = [[[-0.5, 7, None], [-1.0, 9, None]]]
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play(answer([7], output_top_logprobs=tops)))
-        reply = await up.complete(request, timeout=30)
+        reply = await up.complete(request, timeout=60)
         assert reply.tops == (((7, -0.5), (9, -1.0)),)
         assert engine.requests[0].body == {
             "input_ids": [1, 2, 3],
@@ -230,7 +230,7 @@ async def test_stream_over_http():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play(events=[*events([5, 6, 7], [1, 2], incremental=False, logprobs=True), DONE]))
         on_delta = DeltaLog()
-        reply = await up.complete(TOKENS, timeout=30, on_delta=on_delta)
+        reply = await up.complete(TOKENS, timeout=60, on_delta=on_delta)
         on_delta.begins(reply)
         assert reply.sampled == ints([5, 6, 7])
 
@@ -247,7 +247,7 @@ async def test_error_in_a_stream_is_raised(last, cause):
     async with Engine() as engine, of_kind("sglang", engine.url, retries=0) as up:
         engine.on(GENERATE, Play(events=[event(last), DONE]))
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(TOKENS, timeout=30, on_delta=DeltaLog())
+            await up.complete(TOKENS, timeout=60, on_delta=DeltaLog())
         assert caught.value.code == cause
 
 
@@ -256,7 +256,7 @@ async def test_full_context_truncates():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play({"error": {"message": message}}, status=400))
         with pytest.raises(Truncation):
-            await up.complete(TOKENS, timeout=30)
+            await up.complete(TOKENS, timeout=60)
 
 
 # --------------------------------------------------------------------------------------------------------- chat
@@ -275,7 +275,7 @@ async def test_chat_whose_tokens_are_wanted_is_not_streamed_and_delivered_in_one
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(CHAT, Play(whole))
         on_delta = DeltaLog()
-        reply = await up.complete(REQUEST, timeout=30, on_delta=on_delta)
+        reply = await up.complete(REQUEST, timeout=60, on_delta=on_delta)
         on_delta.begins(reply)
         assert len(on_delta.deltas) == 1
         assert (reply.prompt, reply.sampled, reply.logprobs) == (ints([1, 2]), ints([7]), floats([-0.5]))
@@ -291,7 +291,7 @@ async def test_chat_whose_tokens_are_not_wanted_is_streamed():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(CHAT, Play(events=[*map(event, pieces), event(last), DONE]))
         request = ModelRequest(model="m", messages=REQUEST.messages, want_tokens=False)
-        reply = await up.complete(request, timeout=30, on_delta=DeltaLog())
+        reply = await up.complete(request, timeout=60, on_delta=DeltaLog())
         assert reply.message.text == "ab"
         body = engine.requests[0].body
         assert body["stream"] is True
@@ -330,7 +330,7 @@ async def test_cancelled_call_is_aborted_by_its_id(streamed, how):
 async def test_finished_call_is_not_aborted_and_a_retry_has_another_id():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play({}, cut=0), Play(answer([7])))
-        await up.complete(msgspec.structs.replace(TOKENS, id="c"), timeout=30)
+        await up.complete(msgspec.structs.replace(TOKENS, id="c"), timeout=60)
         assert [request.body["rid"] for request in engine.requests] == ["c", "c.1"]
         assert not engine.requests_to("/abort_request")
         assert not up.maintenance.tasks or all(
@@ -342,7 +342,7 @@ async def test_failed_abort_does_not_fail_a_call():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play(answer([5]), hold=asyncio.Event()))
         engine.on("/abort_request", Play({}, cut=3))
-        call = asyncio.create_task(up.complete(TOKENS, timeout=30))
+        call = asyncio.create_task(up.complete(TOKENS, timeout=60))
         await engine.until(lambda: engine.requests_to(GENERATE))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -354,9 +354,9 @@ async def test_freezing_and_thawing():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on("/pause_generation", Play({"status": "ok"}))
         engine.on("/continue_generation", Play({"status": "ok"}))
-        assert await up.freeze("keep", timeout=5)
-        assert await up.freeze("abort", timeout=5)
-        await up.thaw(timeout=5)
+        assert await up.freeze("keep", timeout=60)
+        assert await up.freeze("abort", timeout=60)
+        await up.thaw(timeout=60)
         assert [(r.path, r.body) for r in engine.requests] == [
             ("/pause_generation", {"mode": "retract"}),
             ("/pause_generation", {"mode": "abort"}),
@@ -382,6 +382,6 @@ async def test_concurrency_limit_is_read_from_the_engine(path, info, limit):
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(path, Play(info))
         engine.on(GENERATE, Play(answer([7])))
-        await up.complete(TOKENS, timeout=30)
+        await up.complete(TOKENS, timeout=60)
         await asyncio.gather(*up.maintenance.tasks)
         assert up.replicas[0].limit == limit

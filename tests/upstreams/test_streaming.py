@@ -48,7 +48,7 @@ async def test_reply_is_delivered_in_pieces_and_returned_completely():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM))
         on_delta = DeltaLog()
-        reply = await up.complete(REQUEST, timeout=30, on_delta=on_delta)
+        reply = await up.complete(REQUEST, timeout=60, on_delta=on_delta)
         on_delta.begins(reply)
         assert (reply.message, reply.finish) == (Message("assistant", "héllo world"), "stop")
         assert (reply.prompt, reply.sampled, reply.logprobs) == (ints([1, 2]), SAMPLED, LOGPROBS)
@@ -64,7 +64,7 @@ async def test_first_piece_is_delivered_before_the_second_arrives():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, between=permits))
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
-        call = asyncio.create_task(up.complete(REQUEST, timeout=30, on_delta=deltas.put))
+        call = asyncio.create_task(up.complete(REQUEST, timeout=60, on_delta=deltas.put))
         for expected in ("", "héllo", " wor", "ld"):
             permits.release()
             if expected == "héllo":
@@ -81,7 +81,7 @@ async def test_events_that_come_together_are_delivered_together(together):
         pieces = [b"".join(STREAM[at : at + together]) for at in range(0, len(STREAM), together)]
         engine.on(CHAT, Play(events=pieces))
         on_delta = DeltaLog()
-        on_delta.begins(await up.complete(REQUEST, timeout=30, on_delta=on_delta))
+        on_delta.begins(await up.complete(REQUEST, timeout=60, on_delta=on_delta))
         assert len(on_delta.deltas) <= len(pieces)
 
 
@@ -95,7 +95,7 @@ async def test_stream_cut_at_any_byte_is_an_error_or_complete_and_its_deltas_are
             engine.on(CHAT, Play(events=STREAM, cut=cut))
             on_delta = DeltaLog()
             (reply,) = await asyncio.gather(
-                up.complete(REQUEST, timeout=30, on_delta=on_delta), return_exceptions=True
+                up.complete(REQUEST, timeout=60, on_delta=on_delta), return_exceptions=True
             )
             if isinstance(reply, UpstreamError):
                 assert KEY not in str(reply)
@@ -127,7 +127,7 @@ async def test_stream_that_ends_without_its_finish_is_cut(stream):
     async with Engine() as engine, of_kind("openai", engine.url, retries=0) as up:
         engine.on(CHAT, Play(events=stream))
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(REQUEST, timeout=30, on_delta=DeltaLog())
+            await up.complete(REQUEST, timeout=60, on_delta=DeltaLog())
         assert caught.value.code == "upstream.cut"
 
 
@@ -144,14 +144,14 @@ async def test_stream_that_ends_without_its_finish_is_cut(stream):
 async def test_events_after_the_finish_reason_are_not_needed(stream):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=stream))
-        assert (await up.complete(REQUEST, timeout=30, on_delta=DeltaLog())).sampled == SAMPLED
+        assert (await up.complete(REQUEST, timeout=60, on_delta=DeltaLog())).sampled == SAMPLED
 
 
 async def test_stream_that_never_closes_is_left_after_the_reply(monkeypatch):
     monkeypatch.setattr("rookery.upstreams.replica.STREAM_END_SECONDS", 0.05)
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
-        assert (await up.complete(REQUEST, timeout=30, on_delta=DeltaLog())).sampled == SAMPLED
+        assert (await up.complete(REQUEST, timeout=60, on_delta=DeltaLog())).sampled == SAMPLED
         await engine.until(lambda: engine.disconnects == 1)
 
 
@@ -200,7 +200,7 @@ async def test_bad_event_in_the_middle_ends_the_call_and_is_not_retried(bad, cau
         engine.on(CHAT, Play(events=events, between=permits))
         on_delta = Letting()
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(REQUEST, timeout=30, on_delta=on_delta)
+            await up.complete(REQUEST, timeout=60, on_delta=on_delta)
         assert caught.value.code == cause
         assert KEY not in str(caught.value)
         assert (on_delta.content, len(engine.requests)) == ("a", 1)
@@ -211,7 +211,7 @@ async def test_full_context_reported_in_a_stream_truncates():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[event({"error": {"message": words, "code": 400}}), DONE]))
         with pytest.raises(Truncation):
-            await up.complete(REQUEST, timeout=30, on_delta=DeltaLog())
+            await up.complete(REQUEST, timeout=60, on_delta=DeltaLog())
 
 
 # ---------------------------------------------------------------------------------------------- trying again
@@ -232,7 +232,7 @@ async def test_call_is_retried_when_nothing_was_delivered(first):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, first, Play(events=STREAM))
         on_delta = DeltaLog()
-        on_delta.begins(await up.complete(REQUEST, timeout=30, on_delta=on_delta))
+        on_delta.begins(await up.complete(REQUEST, timeout=60, on_delta=on_delta))
         assert len(engine.requests) == 2
 
 
@@ -241,7 +241,7 @@ async def test_call_is_never_retried_after_a_piece_was_delivered():
         for engine in (one, two):
             engine.on(CHAT, Play(events=[FIRST, text_event("a", 1)]))
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(REQUEST, timeout=30, on_delta=DeltaLog())
+            await up.complete(REQUEST, timeout=60, on_delta=DeltaLog())
         assert caught.value.code == "upstream.cut"
         assert len(one.requests) + len(two.requests) == 1
 
@@ -251,7 +251,7 @@ async def test_reply_without_streaming_is_delivered_in_one_delta():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(body=whole))
         on_delta = DeltaLog()
-        on_delta.begins(await up.complete(REQUEST, timeout=30, on_delta=on_delta))
+        on_delta.begins(await up.complete(REQUEST, timeout=60, on_delta=on_delta))
         assert len(on_delta.deltas) == 1
 
 
@@ -259,7 +259,7 @@ async def test_stream_options_are_omitted_after_a_rejection():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(status=400, body={"error": "Unknown: stream_options"}), Play(events=STREAM))
         for _ in range(2):
-            await up.complete(REQUEST, timeout=30, on_delta=DeltaLog())
+            await up.complete(REQUEST, timeout=60, on_delta=DeltaLog())
         assert ["stream_options" in request.body for request in engine.requests] == [True, False, False]
 
 
@@ -274,7 +274,7 @@ async def test_exception_of_on_delta_propagates_unchanged(error):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
         with pytest.raises(type(error)) as caught:
-            await up.complete(REQUEST, timeout=30, on_delta=on_delta)
+            await up.complete(REQUEST, timeout=60, on_delta=on_delta)
         assert caught.value is error
         await engine.until(lambda: engine.disconnects == 1)
         assert up.replicas[0].health.healthy
@@ -289,7 +289,7 @@ async def test_cancelling_a_stream_closes_its_connection():
         async def on_delta(_: Delta) -> None:
             begun.set()
 
-        call = asyncio.create_task(up.complete(REQUEST, timeout=30, on_delta=on_delta))
+        call = asyncio.create_task(up.complete(REQUEST, timeout=60, on_delta=on_delta))
         await begun.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -314,7 +314,7 @@ async def test_slow_reader_costs_no_memory():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[*[block] * 400, text_event("", 2, finish="stop"), DONE]))
         before = open_responses()
-        call = asyncio.create_task(up.complete(REQUEST, timeout=30, on_delta=on_delta))
+        call = asyncio.create_task(up.complete(REQUEST, timeout=60, on_delta=on_delta))
         await slow.wait()
         for _ in range(50):
             await asyncio.sleep(0)
@@ -328,7 +328,7 @@ async def test_connections_of_streams_are_reused():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM))
         for _ in range(5):
-            await up.complete(REQUEST, timeout=30, on_delta=DeltaLog())
+            await up.complete(REQUEST, timeout=60, on_delta=DeltaLog())
             await asyncio.gather(*up.replicas[0]._draining)
         assert (len(engine.requests), engine.connections) == (5, 1)
 
@@ -354,7 +354,7 @@ async def test_tool_calls_and_reasoning_come_in_pieces():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=stream))
         on_delta = DeltaLog()
-        reply = await up.complete(REQUEST, timeout=30, on_delta=on_delta)
+        reply = await up.complete(REQUEST, timeout=60, on_delta=on_delta)
         assert reply.message.tool_calls == (ToolCall("c0", "add", '{"a": 1}'), ToolCall("call_1", "sub", "{}"))
         assert (reply.message.reasoning, reply.message.content) == ("let me", None)
         assert on_delta.calls() == [("c0", "add", '{"a": 1}'), ("call_1", "sub", "")]
@@ -380,8 +380,8 @@ async def test_raw_logprobs_are_returned_unchanged():
             CHAT, Play(events=stream), Play(body={"choices": [{**whole, "logprobs": {"content": [entry] * 3}}]})
         )
         on_delta = DeltaLog()
-        streamed = await up.complete(request, timeout=30, on_delta=on_delta)
-        at_once = await up.complete(request, timeout=30)
+        streamed = await up.complete(request, timeout=60, on_delta=on_delta)
+        at_once = await up.complete(request, timeout=60)
         for reply in (streamed, at_once):
             assert reply.logprob_content is not None
             assert orjson.loads(bytes(reply.logprob_content)) == [entry] * 3

@@ -41,7 +41,7 @@ def test_upstream_kind_is_opened_by_name():
 async def test_token_ids_go_in_and_come_out():
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play(answer(7, 8)))
-        reply = await up.complete(TOKENS, timeout=30)
+        reply = await up.complete(TOKENS, timeout=60)
         assert (reply.prompt, reply.sampled, reply.logprobs) == (
             ints([1, 2, 3]),
             ints([7, 8]),
@@ -70,7 +70,7 @@ async def test_all_sampling_parameters_are_sent_in_the_right_field(named):
     tops = ((7, -0.5), (9, -1.0))
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play(answer(7, logprobs=logprobs(-0.5, tops=tops, named=named))))
-        reply = await up.complete(request, timeout=30)
+        reply = await up.complete(request, timeout=60)
         assert (reply.tops, reply.logprob_content) == ((tops,), None)
         assert engine.requests[0].body == {
             "model": "m",
@@ -97,7 +97,7 @@ async def test_stream_of_tokens_is_delivered_and_comes_back():
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play(events=[*stream, DONE]))
         on_delta = DeltaLog()
-        reply = await up.complete(TOKENS, timeout=30, on_delta=on_delta)
+        reply = await up.complete(TOKENS, timeout=60, on_delta=on_delta)
         on_delta.begins(reply)
         assert (reply.sampled, reply.finish) == (ints([7, 8, 9, 4]), "length")
         assert engine.requests[0].body["stream"] is True
@@ -107,10 +107,10 @@ async def test_aborted_stream_ends_without_a_finish_and_is_not_a_complete_reply(
     stream = [event(answer(7, finish=None)), event(answer(8, finish=None))]
     async with Engine() as engine, of_kind("vllm", engine.url, retries=0) as up:
         engine.on(GENERATE, Play(events=[*stream, DONE]), Play(events=stream))
-        reply = await up.complete(TOKENS, timeout=30, on_delta=DeltaLog())
+        reply = await up.complete(TOKENS, timeout=60, on_delta=DeltaLog())
         assert (reply.finish, reply.sampled) == ("abort", ints([7, 8]))
         with pytest.raises(UpstreamError) as caught:  # not even the end of the stream was announced
-            await up.complete(TOKENS, timeout=30, on_delta=DeltaLog())
+            await up.complete(TOKENS, timeout=60, on_delta=DeltaLog())
         assert caught.value.code == "upstream.cut"
 
 
@@ -120,7 +120,7 @@ async def test_missing_token_endpoint_is_detected_once():
         engine.on(COMPLETIONS, Play({"choices": [old]}))
         newer.on(GENERATE, Play(answer(7, logprobs=logprobs(-0.5))))
         for _ in range(6):
-            reply = await up.complete(TOKENS, timeout=30)
+            reply = await up.complete(TOKENS, timeout=60)
             assert (reply.sampled, reply.logprobs, reply.prompt) == (ints([7]), floats([-0.5]), ints([1, 2, 3]))
         assert len(engine.requests_to(GENERATE)) == 1
         assert len(engine.requests_to(COMPLETIONS)) == 3
@@ -139,7 +139,7 @@ async def test_completions_stream_as_well(status):
         engine.on(GENERATE, Play({"detail": "no"}, status=status))
         engine.on(COMPLETIONS, Play(events=[piece([7]), piece([8, 9], "stop"), DONE]))
         on_delta = DeltaLog()
-        reply = await up.complete(msgspec.structs.replace(TOKENS, top_logprobs=1), timeout=30, on_delta=on_delta)
+        reply = await up.complete(msgspec.structs.replace(TOKENS, top_logprobs=1), timeout=60, on_delta=on_delta)
         on_delta.begins(reply)
         assert (reply.sampled, reply.message.text) == (ints([7, 8, 9]), "abab")
         assert reply.tops == (((4, -0.25),),) * 3
@@ -151,10 +151,10 @@ async def test_unknown_model_is_not_remembered_as_a_missing_endpoint():
         engine.on(GENERATE, Play(not_found, status=404))
         engine.on(COMPLETIONS, Play(not_found, status=404))
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(TOKENS, timeout=30)
+            await up.complete(TOKENS, timeout=60)
         assert caught.value.code == "upstream.rejected"
         engine.on(GENERATE, Play(answer(7)))
-        await up.complete(TOKENS, timeout=30)
+        await up.complete(TOKENS, timeout=60)
         assert len(engine.requests_to(GENERATE)) == 2
 
 
@@ -177,7 +177,7 @@ async def test_reply_that_cannot_be_parsed_is_refused(body):
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play(body))
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(TOKENS, timeout=30)
+            await up.complete(TOKENS, timeout=60)
         assert caught.value.code == "upstream.protocol"
 
 
@@ -186,7 +186,7 @@ async def test_full_context_truncates():
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play({"error": {"message": message, "code": 400}}, status=400))
         with pytest.raises(Truncation):
-            await up.complete(TOKENS, timeout=30)
+            await up.complete(TOKENS, timeout=60)
 
 
 async def test_messages_go_through_chat_as_messages_or_as_json():
@@ -195,7 +195,7 @@ async def test_messages_go_through_chat_as_messages_or_as_json():
     whole = {"message": {"content": "hi"}, "finish_reason": "stop", "token_ids": [4], "logprobs": None}
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(CHAT, Play({"choices": [whole], "prompt_token_ids": [1, 2]}))
-        reply = await up.complete(request, timeout=30)
+        reply = await up.complete(request, timeout=60)
         assert (reply.prompt, reply.sampled) == (ints([1, 2]), ints([4]))
         body = engine.requests[0].body
         assert body["messages"][1] == {
@@ -214,10 +214,10 @@ async def test_freezing_reaches_every_replica():
         for engine in (one, two):
             engine.on("/pause", Play({"status": "paused"}))
             engine.on("/resume", Play({"status": "resumed"}))
-        assert await up.freeze("keep", timeout=5)
-        assert await up.freeze("abort", timeout=5)
-        assert not await up.freeze("drain", timeout=5)
-        await up.thaw(timeout=5)
+        assert await up.freeze("keep", timeout=60)
+        assert await up.freeze("abort", timeout=60)
+        assert not await up.freeze("drain", timeout=60)
+        await up.thaw(timeout=60)
         for engine in (one, two):
             assert [r.path for r in engine.requests] == ["/pause?mode=keep", "/pause?mode=abort", "/resume"]
             assert {r.method for r in engine.requests} == {"POST"}
@@ -225,18 +225,18 @@ async def test_freezing_reaches_every_replica():
 
 async def test_server_that_cannot_be_frozen_says_so_and_one_that_fails_raises():
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
-        assert not await up.freeze("abort", timeout=5)
-        await up.thaw(timeout=5)
+        assert not await up.freeze("abort", timeout=60)
+        await up.thaw(timeout=60)
         engine.on("/pause", Play({"error": "broken"}, status=500))
         with pytest.raises(UpstreamError):
-            await up.freeze("keep", timeout=5)
+            await up.freeze("keep", timeout=60)
 
 
 async def test_server_that_is_gone_does_not_keep_others_from_freezing():
     async with Engine() as engine, Engine() as stopped, of_kind("vllm", engine.url, stopped.url) as up:
         await stopped.stop()
         engine.on("/pause", Play({"status": "paused"}))
-        assert await up.freeze("abort", timeout=5)
+        assert await up.freeze("abort", timeout=60)
 
 
 async def test_frozen_time_is_not_part_of_a_deadline():
@@ -247,10 +247,10 @@ async def test_frozen_time_is_not_part_of_a_deadline():
         engine.on(GENERATE, Play(answer(7), hold=hold))
         call = asyncio.create_task(up.complete(TOKENS, timeout=60))
         await engine.until(lambda: engine.requests_to(GENERATE))
-        assert await up.freeze("keep", timeout=5)
+        assert await up.freeze("keep", timeout=60)
         (deadline,) = up.replicas[0]._deadlines
         assert deadline.when() is None
-        await up.thaw(timeout=5)
+        await up.thaw(timeout=60)
         left = deadline.when() - asyncio.get_running_loop().time()
         assert 0 < left <= 60
         hold.set()
@@ -266,12 +266,12 @@ async def test_concurrency_limit_is_read_from_the_engine():
         engine.on("/server_info", Play(info))
         engine.on(GENERATE, Play(answer(7)))
         assert up.replicas[0].limit == UNLIMITED
-        await up.complete(TOKENS, timeout=30)
+        await up.complete(TOKENS, timeout=60)
         await asyncio.gather(*up.maintenance.tasks)
         assert up.replicas[0].limit == 96
         assert engine.requests_to("/server_info?config_format=json")[0].method == "GET"
         for _ in range(3):
-            await up.complete(TOKENS, timeout=30)
+            await up.complete(TOKENS, timeout=60)
         assert len(engine.requests_to("/server_info?config_format=json")) == 1, (
             "the limit is not requested again so soon"
         )
@@ -280,7 +280,7 @@ async def test_concurrency_limit_is_read_from_the_engine():
 async def test_configured_concurrency_is_not_requested_from_the_engine():
     async with Engine() as engine, of_kind("vllm", engine.url, concurrency=3) as up:
         engine.on(GENERATE, Play(answer(7)))
-        await up.complete(TOKENS, timeout=30)
+        await up.complete(TOKENS, timeout=60)
         assert not up.maintenance.tasks
         assert up.replicas[0].limit == 3
 
@@ -292,6 +292,6 @@ async def test_without_a_reported_size_the_replica_is_not_limited(play):
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on("/server_info", play)
         engine.on(GENERATE, Play(answer(7)))
-        await up.complete(TOKENS, timeout=30)
+        await up.complete(TOKENS, timeout=60)
         await asyncio.gather(*up.maintenance.tasks)
         assert up.replicas[0].limit == UNLIMITED

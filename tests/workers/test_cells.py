@@ -65,7 +65,7 @@ async def test_output_is_streamed(worker: Worker, sandbox: Sandbox) -> None:
 
     source = "print('one')\nimport os, time\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('two')"
     task = asyncio.create_task(worker.run(source, on_output=on_output))
-    await asyncio.wait_for(first.wait(), 20)
+    await asyncio.wait_for(first.wait(), 60)
     assert b"".join(seen) == b"one\n"
     await sandbox.write("go", b"")
     assert (await task).stdout == "one\ntwo\n"

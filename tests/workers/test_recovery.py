@@ -158,7 +158,7 @@ async def test_cancelled_cell_is_undone_and_reported(worker: Worker) -> None:
     await worker.run("x = 1")
     begun = asyncio.Event()
     task = asyncio.create_task(worker.run(f"x = 2\nprint('begun')\n{SPIN}", on_output=lambda *_: begun.set()))
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(begun.wait(), 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -198,7 +198,7 @@ async def test_killed_monitor_is_replaced(worker: Worker, home: ProviderHome, ki
     )
     begun = asyncio.Event()
     task = asyncio.create_task(worker.run(f"print(1)\n{SPIN}", on_output=lambda *_: begun.set()))
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(begun.wait(), 60)
     os.kill(monitor, signal.SIGKILL)
     cell = await task
     assert (cell.status, cell.recovered) == ("crash", "reset")
@@ -234,7 +234,7 @@ async def test_closed_sandbox_is_a_recovery_error(provider: Provider, sandbox: S
             await kept.run("x = 1")
             begun = asyncio.Event()
             task = asyncio.create_task(worker.run(f"print(1)\n{SPIN}", on_output=lambda *_: begun.set()))
-            await asyncio.wait_for(begun.wait(), 20)
+            await asyncio.wait_for(begun.wait(), 60)
             await sandbox.close()
             with pytest.raises(WorkerRecoveryError) as caught:
                 await task
@@ -378,7 +378,7 @@ async def test_close_ends_the_running_cell(open_worker: OpenWorker) -> None:
     async with open_worker() as worker:
         begun = asyncio.Event()
         task = asyncio.create_task(worker.run(f"print(1)\n{SPIN}", on_output=lambda *_: begun.set()))
-        await asyncio.wait_for(begun.wait(), 20)
+        await asyncio.wait_for(begun.wait(), 60)
         await worker.close()
         with pytest.raises(SandboxError):
             await task

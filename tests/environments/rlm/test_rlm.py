@@ -184,8 +184,8 @@ async def test_output_is_cut_to_a_number_of_characters(tmp_path: Path) -> None:
 async def test_answer_counts_even_if_its_cell_fails_afterwards(tmp_path: Path) -> None:
     models = Models(["<code>answer(4000)\nraise SystemExit(3)"])
     assert (await run_rollout(models, tmp_path, TASK)).reward == 1.0
-    models = Models(["<code>answer(4000)\nwhile True: pass"])
-    rollout = await run_rollout(models, tmp_path / "late", TASK, cell_seconds=2.0, end_on_timeout=True)
+    models = Models(["<code>answer(4000)\nimport time; time.sleep(600)"])
+    rollout = await run_rollout(models, tmp_path / "late", TASK, cell_seconds=8.0, end_on_timeout=True)
     assert (rollout.outcome, rollout.reward) == (Truncated("time"), 1.0)
 
 

@@ -97,7 +97,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamSetup]:
             f"{gateway.url}/rollouts",
             json={"id": "one"},
             headers={"Authorization": f"Bearer {ADMIN_KEY}"},
-            timeout=20,
+            timeout=60,
         ).json()
         yield StreamSetup(gateway, upstreams[0], f"{gateway.url}/v1/rollouts/one", opened["secret"])
 

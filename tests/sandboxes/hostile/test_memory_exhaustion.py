@@ -92,7 +92,7 @@ async def test_shell_reports_a_guard_killed_by_oom(provider: LocalProvider) -> N
         await exhaust_guard_memory(sandbox, "bash")
         assert (await running).status == "memory_limit"
         with pytest.raises(SandboxError) as caught:
-            await shell.run("true", timeout=10)
+            await shell.run("true", timeout=60)
         assert caught.value.code == "sandbox.exhausted"
     finally:
         await sandbox.close()
@@ -137,7 +137,7 @@ async def test_shell_reports_the_process_limit(provider: LocalProvider) -> None:
         async with asyncio.timeout(60):
             while True:
                 shell = await sandbox.shell()
-                result = await shell.run("true", timeout=30)
+                result = await shell.run("true", timeout=60)
                 if result.status != "exited":
                     break
         assert result.status == "process_limit", result

@@ -196,7 +196,7 @@ async def test_files_belong_to_the_commands_user(sandbox: LocalSandbox) -> None:
             command = Command(argv=argv, env={"PATH": PATH}, user=user, warm=warm)
             assert (await sandbox.exec(command)).stdout.split() == [str(uid).encode()] * 2
     shell = await sandbox.shell()
-    assert (await shell.run("id -u", timeout=10)).stdout == b"1000\n"
+    assert (await shell.run("id -u", timeout=60)).stdout == b"1000\n"
 
 
 @needs_user_mapping

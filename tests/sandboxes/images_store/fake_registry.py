@@ -79,7 +79,7 @@ class FakeRegistry:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 class _Handler(BaseHTTPRequestHandler):

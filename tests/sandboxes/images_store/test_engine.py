@@ -44,7 +44,7 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         asyncio.run_coroutine_threadsafe(running.__aexit__(None, None, None), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

@@ -73,7 +73,7 @@ async def test_cancelled_request_does_not_cancel_the_fetch(store: ImageStore, fe
 
         class Slow(dict):  # type: ignore[type-arg]
             def get(self, key: object, default: object = None) -> object:
-                gate.wait(20)
+                gate.wait(60)
                 return slow.get(key, default)  # type: ignore[call-overload]
 
         registry.manifests = Slow()
@@ -110,7 +110,7 @@ class _GatedBlobs(dict[str, bytes]):
         self._gate = gate
 
     def __getitem__(self, key: str) -> bytes:
-        self._gate.wait(20)
+        self._gate.wait(60)
         return super().__getitem__(key)
 
 

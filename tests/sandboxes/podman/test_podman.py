@@ -116,7 +116,7 @@ async def test_containers_outlive_the_service_and_creations_wait_for_it(
         assert len(engine.containers()) == 2
         engine.kill_service()
         await sandbox.close()
-        assert (await process.wait(timeout=5)).status in ("lost", "killed", "signaled", "cancelled")
+        assert (await process.wait(timeout=60)).status in ("lost", "killed", "signaled", "cancelled")
     finally:
         await provider.close()
     assert engine.containers() == []
