@@ -138,7 +138,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def _modules() -> dict[str, str]:
+def find_modules() -> dict[str, str]:
     """Map benchmark names to modules by reading the source files, without importing them."""
     found: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -149,14 +149,14 @@ def _modules() -> dict[str, str]:
 
 def bench_names() -> list[str]:
     """Return the names of all benchmarks, sorted."""
-    return sorted(_modules())
+    return sorted(find_modules())
 
 
 def run_bench(name: str, *, quick: bool, progress: Progress, **options: str | int) -> BenchReport:
     """Run one benchmark and return its report. `options` are further arguments that only some of them take."""
-    if name not in _modules():
+    if name not in find_modules():
         raise UsageError(f"there is no benchmark {name!r}; choose one of: {', '.join(bench_names())}")
-    run = import_module(_modules()[name]).run
+    run = import_module(find_modules()[name]).run
     if unknown := sorted(options.keys() - inspect.signature(run).parameters.keys()):
         raise UsageError(f"the benchmark {name} has no option --{unknown[0]}")
     about = describe_machine()  # before the benchmark starts, so that the reported load is not its own
@@ -167,7 +167,7 @@ def run_bench(name: str, *, quick: bool, progress: Progress, **options: str | in
 
 def find_misses(report: BenchReport) -> list[Result]:
     """Return the rows that make the command fail: those of a strict benchmark beyond its tolerance."""
-    module = import_module(_modules()[report.bench])
+    module = import_module(find_modules()[report.bench])
     if not getattr(module, "STRICT", False):
         return []
     tolerance: float = getattr(module, "TOLERANCE", 0.0)

@@ -237,8 +237,8 @@ async def _wait_until(done: Callable[[], bool], seconds: float) -> None:
 
 def sandbox_pid(sandbox: LocalSandbox) -> int:
     """Return the host PID of the sandbox's init process."""
-    assert sandbox._handle is not None
-    return sandbox._handle.pid
+    assert sandbox.handle is not None
+    return sandbox.handle.pid
 
 
 def pss_mb(top: int) -> float | None:
@@ -264,7 +264,7 @@ def memory_mb(pid: int) -> float:
 
 def kernel_mb(sandbox: LocalSandbox) -> float | None:
     """Return the kernel memory of a sandbox in megabytes, if its cgroup reports it."""
-    folder = sandbox._handle.memory_cgroup if sandbox._handle is not None else ""
+    folder = sandbox.handle.memory_cgroup if sandbox.handle is not None else ""
     with contextlib.suppress(OSError, ValueError):
         if (v1 := Path(folder, "memory.kmem.usage_in_bytes")).exists():
             return int(v1.read_text()) / 2**20

@@ -122,7 +122,7 @@ def stop_code_execution_thread() -> Iterator[None]:
     yield
     service = sys.modules.get("rookery.scoring.code_execution")
     if service is not None:
-        service._stop_thread()
+        service.stop_thread()
 
 
 TRAINERS = ("areal", "inspect_ai", "nemo_gym", "openenv", "openrlhf", "skyrl", "tinker", "verifiers", "verl")

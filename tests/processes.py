@@ -27,6 +27,25 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
+def list_open_files(directory: Path) -> list[str]:
+    """List the files below a directory that this process has open, once for each descriptor."""
+    return [target for target in _list_descriptors() if target.startswith(f"{directory}/")]
+
+
+def count_sockets() -> int:
+    """Return how many sockets this process has open."""
+    return sum(target.startswith("socket:") for target in _list_descriptors())
+
+
+def _list_descriptors() -> list[str]:
+    """Return the target of every descriptor of this process."""
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+    return targets
+
+
 def send_signal(pids: Iterable[int], number: Signals) -> None:
     """Send a signal to each process that has not ended."""
     for pid in pids:

@@ -148,7 +148,7 @@ async def test_a_client_that_disconnects_cancels_its_rollout_and_a_full_queue_is
     served: tuple[RolloutService, aiohttp.ClientSession], rows: dict[str, dict[str, Any]]
 ) -> None:
     service, http = served
-    service._queue = 1
+    service.queue = 1
     hanging = asyncio.create_task(post(http, "/run", json=rows["hang"]))
     await wait_until(lambda: service.unfinished == 1)
     assert (await post(http, "/run", json=rows["plain"]))[0] == 429

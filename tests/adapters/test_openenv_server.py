@@ -116,20 +116,20 @@ async def test_cancelled_waiting_request_leaves_the_episode_open_and_closing_ses
     config = msgspec.structs.replace(make_config(""), environment=f"{__name__}:sums", concurrency=1)
     async with RolloutService(config, out=tmp_path / "runs") as service, asyncio.timeout(60):
         handler = _Handler(service)
-        session = handler._episodes["e"] = _HttpSession(handler._open_rollout(), handler._tasks)
-        await handler._answer("e", session, "reset", {"task": "add"})
+        session = handler.episodes["e"] = _HttpSession(handler.open_rollout(), handler._tasks)
+        await handler.answer("e", session, "reset", {"task": "add"})
         async with session.lock:
-            waiting = asyncio.create_task(handler._answer("e", session, "step", {"message": "4"}))
+            waiting = asyncio.create_task(handler.answer("e", session, "step", {"message": "4"}))
             await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-        assert handler._episodes == {"e": session}
-        handler._end_episode("e")
+        assert handler.episodes == {"e": session}
+        handler.end_episode("e")
         await closing.wait()
         with pytest.raises(web.HTTPBadRequest):
-            await handler._answer("e", session, "reset", {"task": "add"})
-        waiting = asyncio.create_task(handler._can_open_session())
+            await handler.answer("e", session, "reset", {"task": "add"})
+        waiting = asyncio.create_task(handler.can_open_session())
         await asyncio.sleep(0)
         assert not waiting.done()
         may_close.set()

@@ -73,7 +73,7 @@ def test_page_starts_with_a_command_and_names_an_example_and_the_limits(name: st
 def test_tested_range_names_the_package_and_two_versions(name: str) -> None:
     package, oldest, before = importlib.import_module(f"rookery.adapters.{name}").TESTED
     assert package == RANGES[name]
-    assert compatibility._release(oldest) < compatibility._release(before)
+    assert compatibility.parse_release(oldest) < compatibility.parse_release(before)
 
 
 class NoPolicy:

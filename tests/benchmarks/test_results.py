@@ -153,7 +153,7 @@ def test_benchmark_is_a_module_with_name_and_run(
     (tmp_path / "made_bench.py").write_text(source)  # type: ignore[operator]
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "made_bench", raising=False)
-    monkeypatch.setattr("benchmarks._modules", lambda: {"made": "made_bench"})
+    monkeypatch.setattr("benchmarks.find_modules", lambda: {"made": "made_bench"})
     messages: list[str] = []
     report = run_bench("made", quick=True, progress=messages.append)
     assert messages == ["here"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
-from rookery.cli.demo import _describe_sandbox
+from rookery.cli.demo import describe_sandbox
 from rookery.journal import RunReader
 from rookery.sandboxes import ProviderChoice, best_provider
 from tests.cli.helpers import CommandResult, environ, rookery, runs, start_command, wait_for_end
@@ -184,12 +184,12 @@ async def test_demo_uses_a_provider_that_isolates(tmp_path: Path) -> None:
 
 
 def test_demo_without_isolation_says_why() -> None:
-    lines = [click.unstyle(line) for line in _describe_sandbox(ProviderChoice(name="subprocess", isolated=False))]
+    lines = [click.unstyle(line) for line in describe_sandbox(ProviderChoice(name="subprocess", isolated=False))]
     assert lines[0].startswith("sandbox  subprocess, ")
     refused = ProviderChoice(
         name="subprocess", isolated=False, refused={"local": "This kernel has no cgroups." * 20}
     )
-    lines = [click.unstyle(line) for line in _describe_sandbox(refused)]
+    lines = [click.unstyle(line) for line in describe_sandbox(refused)]
     assert re.match(r" {9}local\b.*: This kernel has no cgroups\.", lines[1])
     assert len(lines[1]) <= 120
 

@@ -36,6 +36,7 @@ from rookery.core import Limits, SandboxSpec
 from rookery.engine.framing import FramedConnection
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments.loader import EnvironmentRef
+from tests.processes import list_open_files
 from tests.waiting import wait_until
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -159,10 +160,10 @@ async def test_clients_are_accepted_after_an_error_and_after_silent_clients(
 
 async def test_agent_starts_nothing_after_its_membership_has_ended() -> None:
     membership = Membership(AgentConfig("127.0.0.1", 1, KEY, "node-1"))
-    membership._on_lost(None)
-    membership._on_message(StartRunner("runner-1", "runner-1.abc"))
+    membership.on_lost(None)
+    membership.on_message(StartRunner("runner-1", "runner-1.abc"))
     assert not membership._tasks
-    membership._on_message(Leave())
+    membership.on_message(Leave())
     assert membership.leaving
 
 
@@ -189,10 +190,10 @@ async def test_directory_that_is_being_created_when_the_membership_ends_is_remov
         limits=Limits(),
     )
     membership = Membership(AgentConfig("127.0.0.1", 1, KEY, "node-1"))
-    membership._on_message(Welcome(settings, 1, needs_gateway=False))
+    membership.on_message(Welcome(settings, 1, needs_gateway=False))
     assert await asyncio.to_thread(creating.wait, 60)
-    membership._on_lost(None)
-    cleaning = asyncio.create_task(membership._clean_up())
+    membership.on_lost(None)
+    cleaning = asyncio.create_task(membership.clean_up())
     while membership._tasks:
         await asyncio.sleep(0)
     ended.set()
@@ -230,7 +231,7 @@ def test_collector_closes_files_for_others(tmp_path: Path, monkeypatch: pytest.M
     for offset in range(3):
         for name in names:
             assert files.write(FileChunk(name, offset, b"x")) == offset + 1
-            assert len(files._open) <= 2
+            assert len(list_open_files(tmp_path)) <= 2
     for name in names:
         files.close(name)
         assert (tmp_path / name).read_bytes() == b"xxx"

@@ -32,7 +32,7 @@ class RequestsSandbox(WithoutSandbox):
 
     async def run(self, ctx) -> None:  # type: ignore[no-untyped-def]
         sandbox = await ctx.sandbox(SandboxSpec(pids=33))
-        ctx.info["got"] = (sandbox._inner.provider, sandbox._inner.spec.pids)
+        ctx.info["got"] = (sandbox.inner.provider, sandbox.inner.spec.pids)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from rookery.scoring.line_channel import MalformedLine, decode_line
 from rookery.scoring.outputs import outputs_match
 from rookery.scoring.programs import parse_program
 from rookery.scoring.swe.reward_files import parse_reward
-from rookery.scoring.unit_tests import _load_error, _parse_failure, _parse_with_nonce, _TestProgress
+from rookery.scoring.unit_tests import _TestProgress, parse_failure, parse_load_error, parse_with_nonce
 from rookery.tasks import check_tasks
 from rookery.tasks.archives import unpack
 from rookery.upstreams import ModelRequest, llamacpp, openai, sglang, vllm
@@ -90,8 +90,8 @@ def test_unit_test_lines_survive_fuzzing() -> None:
     seeds: list[Any] = [["test a"], 0, verdict, ["word", verdict], ["crash", "why"], {"name": "E", "message": "x"}]
 
     def check(data: bytes) -> None:
-        _load_error(data)
-        _parse_with_nonce(b"v" + data, "word")
+        parse_load_error(data)
+        parse_with_nonce(b"v" + data, "word")
         with contextlib.suppress(MalformedLine):
             plain = decode_line(data)
             for kind in (b"n", b"b", b"v", b"z"):
@@ -100,7 +100,7 @@ def test_unit_test_lines_survive_fuzzing() -> None:
                 with contextlib.suppress(MalformedLine):
                     board.add(kind, plain)
                     msgspec.json.encode(board.get_results("crash", ""))
-            _parse_failure(plain)
+            parse_failure(plain)
 
     fuzz(messages(seeds, ["n", "verdict", "passed", "detail", "by", "name", "message", "crash", "word"]), check)
 
@@ -316,7 +316,7 @@ def test_sglang_reply_decoder_survives_fuzzing() -> None:
     }
 
     def check(data: bytes) -> None:
-        for read in (sglang._read, sglang._ids, sglang._entries, sglang._alternatives):
+        for read in (sglang.read_answer, sglang.read_ids, sglang.read_entries, sglang.read_alternatives):
             with contextlib.suppress(ReplyFormatError, ErrorReply):
                 read(data)
 

@@ -171,14 +171,14 @@ async def test_dead_owner_is_a_retryable_error_until_it_restarts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     again = asyncio.Event()
-    begin = shards._Process._launch
+    begin = shards._Process.launch
 
     async def delayed_launch(process: shards._Process) -> None:
         if process._process is not None:
             await again.wait()
         await begin(process)
 
-    monkeypatch.setattr(shards._Process, "_launch", delayed_launch)
+    monkeypatch.setattr(shards._Process, "launch", delayed_launch)
     async with ModelServer() as server, run_gateway(server.url, shards=2) as gateway:
         name, other = session_id_for(1, 2), session_id_for(0, 2)
         registration, other_registration = (

@@ -385,17 +385,17 @@ async def test_shards_of_a_killed_gateway_end_and_remove_its_files(
 def test_files_of_a_gateway_that_was_killed_with_its_shards_are_removed_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_socket_directory_parent", lambda: str(tmp_path))
+    monkeypatch.setattr(shards, "socket_directory_parent", lambda: str(tmp_path))
     stale, live = (tmp_path / f"{shards.SOCKETS_PREFIX}{name}" for name in ("stale", "live"))
     for folder in (stale, live):
         folder.mkdir()
         (folder / "fds-0.sock").touch()
     lock = lock_directory(live)
     assert lock is not None
-    shards._remove_stale_sockets()
+    shards.remove_stale_sockets()
     assert set(tmp_path.iterdir()) == {live}
     os.close(lock)
-    shards._remove_stale_sockets()
+    shards.remove_stale_sockets()
     assert not list(tmp_path.iterdir())
 
 

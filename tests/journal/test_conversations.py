@@ -244,7 +244,7 @@ def test_any_conversation_is_the_same_after_an_export_and_an_import(turns: list[
         images = ConversationImages(Path(name) / "a-images")
         row = make_trajectory(record(0, 0), turns, run=run, tokens=True, images=images)
         (Path(name) / "a.jsonl").write_text(json.dumps(row))
-        (one,) = atif_import._read(Path(name) / "a.jsonl")
+        (one,) = atif_import.read_trajectories(Path(name) / "a.jsonl")
         again = atif_import.make_turns(one, Path(name))
     assert [msgspec.structs.replace(turn, attempt="0.0.0") for turn in again] == turns
 

@@ -15,6 +15,7 @@ from journal_kit import Mount, remount_read_only, turns
 from rookery.core import Extent, JournalError
 from rookery.journal import TokenReader, TokenWriter, decode_turn, encode_turn
 from rookery.journal.tokens import FILE_HEADER, OVERHEAD
+from tests.processes import list_open_files
 
 
 def write(folder: Path, *payloads: bytes, writer: str = "w") -> list[Extent]:
@@ -48,7 +49,7 @@ def test_files_rotate_at_their_maximum_size(tmp_path: Path) -> None:
         assert [reader.read(extent) for extent in extents] == [bytes([n]) * 50 for n in range(20)]
         assert reader.read(big) == b"b" * 1000
         assert len(reader.files()) == 8
-        assert len(reader._fds) <= 2
+        assert len(list_open_files(tmp_path)) <= 2
     sizes = {name: (tmp_path / name).stat().st_size for name in os.listdir(tmp_path)}
     assert all(size <= 200 for name, size in sizes.items() if name != big.file)
 
@@ -215,7 +216,7 @@ def test_close_on_a_full_disk_raises_and_closes_the_file(disk: Mount) -> None:
     with pytest.raises(JournalError) as caught:
         tokens.close()
     assert os_code(caught.value) == errno.ENOSPC
-    assert tokens._fd is None
+    assert list_open_files(folder) == []
 
 
 @pytest.mark.needs("mount")

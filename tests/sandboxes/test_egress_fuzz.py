@@ -57,7 +57,7 @@ def test_any_input_gets_a_response_or_a_close(data: bytes, cuts: list[int]) -> N
             ours.setblocking(False)
             theirs.setblocking(False)
             loop = asyncio.get_running_loop()
-            serving = asyncio.create_task(proxy._serve(theirs))
+            serving = asyncio.create_task(proxy.serve(theirs))
             at = 0
             for cut in [*cuts, len(data) + 1]:
                 try:

@@ -139,7 +139,7 @@ async def test_connections_are_limited_and_others_wait_in_the_backlog(
 
 
 def test_sandboxes_share_the_descriptor_limit() -> None:
-    alone, few, many = (egress._connection_limit(count) for count in (1, 20, 100_000))
+    alone, few, many = (egress.connection_limit(count) for count in (1, 20, 100_000))
     assert egress.MIN_CONNECTIONS == many <= few <= alone <= egress.MAX_CONNECTIONS
 
 

@@ -88,8 +88,9 @@ async def test_hostile_answer_for_a_schema_is_wrong_and_takes_no_time():
 
 @pytest.mark.long
 async def test_endless_regular_expression_ends_and_the_next_check_works(monkeypatch):
-    monkeypatch.setattr(answer_process._pool, "run", _limit_to_a_second(answer_process._pool.run))
-    assert await reward(RegexMatch(r"^(a+)+$"), "a" * 40 + "!") == 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(answer_process.helper_pool, "run", _limit_to_a_second(answer_process.helper_pool.run))
+        assert await reward(RegexMatch(r"^(a+)+$"), "a" * 40 + "!") == 0.0
     assert await reward(RegexMatch("b"), "abc") == 1.0
 
 
@@ -99,7 +100,7 @@ def _limit_to_a_second(run: Any) -> Any:
 
 async def test_death_of_the_helper_process_gives_no_reward(monkeypatch):
     monkeypatch.setattr(answer_process.sys, "executable", "/bin/false")
-    monkeypatch.setattr(answer_process, "_pool", pool := answer_process._HelperPool())
+    monkeypatch.setattr(answer_process, "helper_pool", pool := answer_process.HelperPool())
     with pytest.raises(ScoringError) as caught:
         await reward(RegexMatch("b"), "abc")
     assert (caught.value.code, caught.value.fault) == ("scoring.helper", "infra")

@@ -166,8 +166,8 @@ def test_waiting_process_reuses_the_resolved_commit(own_cache, monkeypatch):
             self.remember("team/tasks@main", COMMIT)  # as another process would, while we wait
             return super().lock_key(key, what)
 
-    monkeypatch.setattr(hub_module, "_import_hub", lambda: pytest.fail("asked again"))
-    assert hub_module._resolve_commit(hub_module.parse_reference("hf:team/tasks"), Waited().open()) == COMMIT
+    monkeypatch.setattr(hub_module, "import_hub", lambda: pytest.fail("asked again"))
+    assert hub_module.resolve_commit(hub_module.parse_reference("hf:team/tasks"), Waited().open()) == COMMIT
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,13 @@ def test_kernel_modules_follow_their_dependencies() -> None:
         "other": b"\0depends=\0",
     }
     order: list[str] = []
-    parts._append_with_dependencies("9p", known, order)
+    parts.append_with_dependencies("9p", known, order)
     assert order == ["9pnet", "fscache", "netfs", "9p"]
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("", "new"), ("6.1", "old"), ("6.12", "new"), ("6.2", None)])
 def test_kernel_is_chosen_by_version_prefix(wanted: str, found: str | None) -> None:
-    assert parts._choose([("6.12.95-1", "new"), ("6.1.176-1", "old")], wanted) == found
+    assert parts.choose_version([("6.12.95-1", "new"), ("6.1.176-1", "old")], wanted) == found
 
 
 def test_guest_init_refuses_to_run_outside_a_guest() -> None:

@@ -50,8 +50,8 @@ def test_recorder_agrees_with_reference_and_with_restored_recorder(data: st.Data
 @given(st.data())
 def test_tokens_of_recorded_turns_never_change(data: st.DataObject) -> None:
     session = simulate_session(data)
-    for history in session.recorder._histories.values():
-        for children in history.tree._children.values():
+    for history in session.recorder.histories.values():
+        for children in history.tree.children.values():
             for node in (turn for child in children.nodes for turn in child.turns):
                 known = session.reference.tokens.get(node.index, [])
                 turn = session.turns[node.index]
@@ -190,7 +190,7 @@ def test_calls_without_a_reply_leave_no_trace() -> None:
     first = asked(recorder, "q", scope=b"s")
     for n in range(5):
         asked(recorder, "q", str(n), scope=b"%d" % n)
-    assert recorder._histories == {}
+    assert recorder.histories == {}
     other = asked(recorder, "q", scope=b"s")
     record_reply(recorder, first, "x", [1], [2])
     assert record_reply(recorder, other, "y", [1], [3]).parent is None

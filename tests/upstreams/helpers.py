@@ -22,7 +22,7 @@ REQUEST = ModelRequest(model="test-model", messages=(Message("user", "hi"),))
 @asynccontextmanager
 async def upstream(*urls: str, key: str | None = KEY, **config: Any) -> AsyncIterator[OpenAIUpstream]:
     built = OpenAIUpstream(UpstreamConfig(urls=urls, model="test-model", **config), key=key)
-    built._backoff = Backoff(retries=built.config.retries, base=0.001)
+    built.backoff = Backoff(retries=built.config.retries, base=0.001)
     try:
         yield built
     finally:
@@ -36,7 +36,7 @@ KINDS: dict[str, type[HttpUpstream]] = {"openai": OpenAIUpstream, "vllm": VllmUp
 async def of_kind(kind: str, *urls: str, **config: Any) -> AsyncIterator[Any]:
     """Open an upstream of the kind whose retries do not wait."""
     built = KINDS[kind](UpstreamConfig(kind=kind, urls=urls, model="m", **config), key=KEY)
-    built._backoff = Backoff(retries=built.config.retries, base=0.001)
+    built.backoff = Backoff(retries=built.config.retries, base=0.001)
     try:
         yield built
     finally:
@@ -90,5 +90,5 @@ async def fails(built: OpenAIUpstream, cause: str, request: ModelRequest = REQUE
 def overdue(built: HttpUpstream) -> None:
     """Let the deadline of the only call in flight expire now, so that the test does not depend on a short
     deadline."""
-    (deadline,) = (one for replica in built.replicas for one in replica._deadlines)
+    (deadline,) = (one for replica in built.replicas for one in replica.deadlines)
     deadline.reschedule(0)

@@ -38,7 +38,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "messages": (
             Message("system", "Be brief."),
             *MESSAGES,
-            Message("assistant", None, (chat._call('python{"code":"7+5"}', "call_9_0"),)),
+            Message("assistant", None, (chat.parse_call('python{"code":"7+5"}', "call_9_0"),)),
             Message("tool", "12", tool_call_id="call_9_0"),
         ),
         "tools": ToolSet(TOOLS),

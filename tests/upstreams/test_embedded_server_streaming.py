@@ -16,7 +16,7 @@ from rookery.upstreams.embedded import http_server as serving_module
 from rookery.upstreams.embedded import server as server_module
 from rookery.upstreams.embedded.batch import SamplingJob
 from rookery.upstreams.embedded.http_server import is_loopback_client
-from rookery.upstreams.embedded.openai_responses import _deltas
+from rookery.upstreams.embedded.openai_responses import to_chunk_deltas
 from rookery.upstreams.embedded.streaming import DecodedCall, DecodedDelta
 from tests.upstreams.embedded_kit import HI, LiveServer, gated, random_weights, serving
 from tests.upstreams.embedded_reference import SMALL
@@ -366,7 +366,7 @@ def test_chunk_has_at_most_one_tool_call_entry() -> None:
         DecodedCall(1, "call_1", "stop"),
         DecodedCall(1, arguments="{}"),
     ]
-    deltas = _deltas(DecodedDelta("so:", calls))
+    deltas = to_chunk_deltas(DecodedDelta("so:", calls))
     assert [list(one) for one in deltas] == [["content"], *[["tool_calls"]] * 3]
     assert [len(one.get("tool_calls", ())) for one in deltas] == [0, 1, 1, 1]
     assert [one["tool_calls"][0]["index"] for one in deltas[1:]] == [0, 1, 1]

@@ -216,12 +216,12 @@ async def test_cost_of_an_event_does_not_grow_with_the_stream():
     lengths = []
     import rookery.upstreams.sglang as module
 
-    original = module._decode_entries
-    module._decode_entries = lambda text: lengths.append(len(text)) or original(text)
+    original = module.decode_entries
+    module.decode_entries = lambda text: lengths.append(len(text)) or original(text)
     try:
         reply, _ = gathered(stream)
     finally:
-        module._decode_entries = original
+        module.decode_entries = original
     assert reply.sampled == ints(tokens)
     assert max(lengths) < 100
 

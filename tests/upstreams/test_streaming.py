@@ -329,7 +329,7 @@ async def test_connections_of_streams_are_reused():
         engine.on(CHAT, Play(events=STREAM))
         for _ in range(5):
             await up.complete(REQUEST, timeout=60, on_delta=DeltaLog())
-            await asyncio.gather(*up.replicas[0]._draining)
+            await asyncio.gather(*up.replicas[0].draining)
         assert (len(engine.requests), engine.connections) == (5, 1)
 
 

@@ -248,7 +248,7 @@ async def test_frozen_time_is_not_part_of_a_deadline():
         call = asyncio.create_task(up.complete(TOKENS, timeout=60))
         await engine.until(lambda: engine.requests_to(GENERATE))
         assert await up.freeze("keep", timeout=60)
-        (deadline,) = up.replicas[0]._deadlines
+        (deadline,) = up.replicas[0].deadlines
         assert deadline.when() is None
         await up.thaw(timeout=60)
         left = deadline.when() - asyncio.get_running_loop().time()

@@ -44,8 +44,8 @@ while True:
 
 async def kill_monitor(worker: Worker, home: ProviderHome) -> None:
     """Kill the monitor and wait until the worker has noticed."""
-    assert worker._process is not None
-    ended = worker._process.ended
+    assert worker.process is not None
+    ended = worker.process.ended
     async with asyncio.timeout(60):
         while not ended.done():
             for monitor in find_monitors(home)[:1]:  # may be a dying process of the monitor before
@@ -253,7 +253,7 @@ async def test_exhausted_processes_are_a_recovery_error(
     if kind == "subprocess":
         return  # without cgroups, no fork is refused
     async with open_worker(spec=SandboxSpec(memory=512 * MB, pids=24)) as worker:
-        taker = await worker._sandbox.start(Command(argv=("python3", "-c", TAKE_ALL_PROCESSES)))
+        taker = await worker.sandbox.start(Command(argv=("python3", "-c", TAKE_ALL_PROCESSES)))
         assert (await worker.savepoint()).made
         output = taker.output()
         taken = last = int((await anext(output))[1])
@@ -300,7 +300,7 @@ async def test_close_is_idempotent_and_leaves_no_process(open_worker: OpenWorker
         await worker.close()
         await worker.close()
         assert find_monitors(home) == []
-        seen = await worker._sandbox.exec(
+        seen = await worker.sandbox.exec(
             Command(argv=("sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 100[0]'"))
         )
         assert seen.stdout == b"0\n"
@@ -404,8 +404,8 @@ async def test_ready_counts_state_losses(worker: Worker) -> None:
     assert (await worker.savepoint()).made
     assert (await worker.run("import os; os._exit(1)")).recovered == "kept"
     assert await worker.ready() == 0, "going back to a savepoint loses nothing"
-    assert worker._process is not None
-    await worker._process.kill()
+    assert worker.process is not None
+    await worker.process.kill()
     assert await worker.ready() == 1
     cell = await worker.run("1 + 1")
     assert (cell.value, worker.losses) == ("2", 1)

@@ -191,10 +191,10 @@ def _qemu_command(top: Path) -> tuple[str, ...]:
 def _fetch_kernel(apt: Apt, target: Path, wanted: str) -> None:
     meta = "linux-image-amd64"
     apt.update()
-    found = _choose(apt.versions(meta), wanted)
+    found = choose_version(apt.versions(meta), wanted)
     if found is None:  # try the backports of the release
         apt.update(f"{_list_sources()[0].suite}-backports")
-        found = _choose(apt.versions(meta), wanted)
+        found = choose_version(apt.versions(meta), wanted)
     if found is None:
         raise PartsError(f"the archive has no {meta} {wanted}; it has {[one for one, _ in apt.versions(meta)]}")
     print(f"fetching {found}", flush=True)
@@ -205,7 +205,7 @@ def _fetch_kernel(apt: Apt, target: Path, wanted: str) -> None:
     archive.unlink()
 
 
-def _choose(versions: list[tuple[str, str]], wanted: str) -> str | None:
+def choose_version(versions: list[tuple[str, str]], wanted: str) -> str | None:
     for version, package in versions:
         if not wanted or version == wanted or version.startswith((f"{wanted}.", f"{wanted}-")):
             return package
@@ -234,7 +234,7 @@ def _extract(archive: Path, target: Path) -> None:
     plain = {name: _decompress(data) for name, data in files.items()}
     order: list[str] = []
     for module in MODULES:
-        _append_with_dependencies(module, plain, order)
+        append_with_dependencies(module, plain, order)
     if "9p" not in order:
         raise PartsError(f"the kernel {version} has no 9p file system")
     for name in order:
@@ -259,11 +259,11 @@ def _decompress(data: bytes) -> bytes:
     return data
 
 
-def _append_with_dependencies(module: str, known: dict[str, bytes], order: list[str]) -> None:
+def append_with_dependencies(module: str, known: dict[str, bytes], order: list[str]) -> None:
     """Append a module after its dependencies. Unknown modules are built into the kernel."""
     if module in order or module not in known:
         return
     match = re.search(rb"\0depends=([^\0]*)\0", known[module])
     for name in (match[1].decode() if match else "").split(","):
-        _append_with_dependencies(name.replace("-", "_"), known, order)
+        append_with_dependencies(name.replace("-", "_"), known, order)
     order.append(module)

@@ -43,7 +43,7 @@ def check_version(package: str, oldest: str, before: str) -> str:
         found = version(package)
     except PackageNotFoundError:
         return ""
-    if not _release(oldest) <= _release(found) < _release(before):
+    if not parse_release(oldest) <= parse_release(found) < parse_release(before):
         log.warning(
             "%s %s is installed, but the adapter was tested with versions from %s to before %s only: compare "
             "rewards and lengths in its log with those of `rookery show`",
@@ -55,7 +55,7 @@ def check_version(package: str, oldest: str, before: str) -> str:
     return found
 
 
-def _release(text: str) -> tuple[int, ...]:
+def parse_release(text: str) -> tuple[int, ...]:
     matched = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, matched[0].split("."))) if matched else ()
 

@@ -203,7 +203,7 @@ class _Handler:
     def __init__(self, service: RolloutService) -> None:
         self._service = service
         self._sockets: set[web.WebSocketResponse] = set()
-        self._episodes: dict[str, _HttpSession] = {}
+        self.episodes: dict[str, _HttpSession] = {}
         """Sessions of clients without a connection, by the ID of the episode."""
         self._closing: set[asyncio.Task[None]] = set()
         self._loaded: _Tasks | None = None
@@ -214,16 +214,16 @@ class _Handler:
             self._loaded = _Tasks(get_tasks(self._service.environment, None))
         return self._loaded
 
-    async def _can_open_session(self) -> bool:
+    async def can_open_session(self) -> bool:
         """Return whether another session may start, after waiting for those that are being closed if needed."""
         limit = self._service.config.concurrency
-        while (opened := len(self._sockets) + len(self._episodes)) < limit:
+        while (opened := len(self._sockets) + len(self.episodes)) < limit:
             if opened + len(self._closing) < limit:
                 return True
             await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
         return False
 
-    def _open_rollout(self) -> SteppedRollout:
+    def open_rollout(self) -> SteppedRollout:
         config = self._service.config
         return SteppedRollout(config.environment, config=config, out=self._service.out)
 
@@ -240,8 +240,8 @@ class _Handler:
     async def close(self, _: web.Application) -> None:
         for socket in tuple(self._sockets):
             await socket.close()
-        for episode in tuple(self._episodes):
-            self._end_episode(episode)
+        for episode in tuple(self.episodes):
+            self.end_episode(episode)
         if self._closing:
             await asyncio.wait(set(self._closing))
 
@@ -284,22 +284,22 @@ class _Handler:
     async def reset(self, request: web.Request) -> web.Response:
         body = await _read_body(request)
         name = str(body.get("episode_id") or secrets.token_hex(8))
-        may_open = name in self._episodes or await self._can_open_session()
-        session = self._episodes.get(name)
+        may_open = name in self.episodes or await self.can_open_session()
+        session = self.episodes.get(name)
         if session is None:
             if not may_open:
                 limit = self._service.config.concurrency
                 raise _refuse(web.HTTPServiceUnavailable, f"{limit} sessions are open, which is the maximum (-c)")
             try:
-                session = self._episodes[name] = _HttpSession(self._open_rollout(), self._tasks)
+                session = self.episodes[name] = _HttpSession(self.open_rollout(), self._tasks)
             except RookeryError as error:
                 raise _refuse(web.HTTPInternalServerError, str(error)) from error
-        return await self._answer(name, session, "reset", body)
+        return await self.answer(name, session, "reset", body)
 
     async def step(self, request: web.Request) -> web.Response:
         body = await _read_body(request)
         name, session = self._find_episode(body.get("episode_id"))
-        return await self._answer(name, session, "step", body.get("action", {}))
+        return await self.answer(name, session, "step", body.get("action", {}))
 
     async def state(self, request: web.Request) -> web.Response:
         _refuse_pages(request)
@@ -307,16 +307,16 @@ class _Handler:
         return web.json_response(await session.answer("state", {}))
 
     def _find_episode(self, name: Any) -> tuple[str, _HttpSession]:
-        if name is None and len(self._episodes) == 1:
-            name = next(iter(self._episodes))
-        session = self._episodes.get(str(name))
+        if name is None and len(self.episodes) == 1:
+            name = next(iter(self.episodes))
+        session = self.episodes.get(str(name))
         if session is None:
             raise _refuse(web.HTTPBadRequest, _NO_EPISODE)
         return str(name), session
 
-    async def _answer(self, name: str, session: _HttpSession, kind: str, data: Any) -> web.Response:
+    async def answer(self, name: str, session: _HttpSession, kind: str, data: Any) -> web.Response:
         async with session.lock:
-            if self._episodes.get(name) is not session:  # an earlier request ended it
+            if self.episodes.get(name) is not session:  # an earlier request ended it
                 raise _refuse(web.HTTPBadRequest, _NO_EPISODE)
             if session.timer is not None:
                 session.timer.cancel()
@@ -333,16 +333,16 @@ class _Handler:
                 raise _refuse(refusal, str(error)) from error
             finally:
                 if ended:
-                    self._end_episode(name)
+                    self.end_episode(name)
                 else:
                     loop = asyncio.get_running_loop()
-                    session.timer = loop.call_later(IDLE_SECONDS, self._end_episode, name)
+                    session.timer = loop.call_later(IDLE_SECONDS, self.end_episode, name)
         found["metadata"] = found["observation"]["metadata"] = {**found["metadata"], "episode_id": name}
         return web.json_response(found, dumps=lambda value: msgspec.json.encode(value).decode())
 
-    def _end_episode(self, name: str) -> None:
+    def end_episode(self, name: str) -> None:
         """Forget a session, and close its engine in the background."""
-        session = self._episodes.pop(name, None)
+        session = self.episodes.pop(name, None)
         if session is None:
             return
         if session.timer is not None:
@@ -362,7 +362,7 @@ class _Handler:
         _refuse_pages(request)
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT, max_msg_size=MAX_MESSAGE)
         await socket.prepare(request)
-        if not await self._can_open_session():
+        if not await self.can_open_session():
             text = f"{self._service.config.concurrency} sessions are open, which is the maximum (-c)"
             await _send(socket, "error", {"message": text, "code": "CAPACITY_REACHED"})
             await socket.close()
@@ -370,7 +370,7 @@ class _Handler:
         self._sockets.add(socket)
         rollout: SteppedRollout | None = None
         try:
-            rollout = self._open_rollout()
+            rollout = self.open_rollout()
             await self._converse(socket, _Session(rollout, self._tasks))
         except RookeryError as error:
             await _send(socket, "error", {"message": str(error), "code": "FACTORY_ERROR"})

@@ -182,7 +182,7 @@ class RolloutService:
         self._on_engine = on_engine
         self.environment: Environment = load_environment(config.environment, **config.arguments)
         self.out = out
-        self._queue = queue
+        self.queue = queue
         self._max_engines = max_engines
         self._engines: dict[bytes, asyncio.Task[_OpenEngine]] = {}
         self._clock = 0
@@ -212,7 +212,7 @@ class RolloutService:
 
         `policy` and `model` are used if the configuration does not name them.
         """
-        if self.unfinished >= self._queue:
+        if self.unfinished >= self.queue:
             raise QueueFullError(f"{self.unfinished} requests are running or waiting: try again later")
         task = msgspec.structs.replace(task, sampling=self._settle_sampling(sampling or Sampling()))
         self.unfinished += 1

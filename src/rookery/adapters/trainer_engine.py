@@ -285,9 +285,9 @@ def _register_close() -> None:
     """Arrange that open engines are closed at interpreter exit; their threads do not end on their own."""
     # `atexit` handlers run too late: thread pools are already shut down, and closing an engine needs one.
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(_close_all)
+    register(close_all)
 
 
-def _close_all() -> None:
+def close_all() -> None:
     for holder in list(_open_holders):
         holder.close()

@@ -84,7 +84,7 @@ def _run_demo(values: dict[str, Any], events: "JsonLines | None") -> int:
 
     best = best_provider()
     if events is None:
-        write_line("\n".join(_describe_sandbox(best)))
+        write_line("\n".join(describe_sandbox(best)))
     else:
         events.write(
             "demo", policy=POLICY, tasks=ENVIRONMENT, split=SPLIT, sandbox=best.name, isolated=best.isolated
@@ -125,7 +125,7 @@ def _describe_plan(tasks: int, k: int) -> list[str]:
     ]
 
 
-def _describe_sandbox(best: "ProviderChoice") -> list[str]:
+def describe_sandbox(best: "ProviderChoice") -> list[str]:
     """Return lines that describe the sandbox of the policy's programs, and what takes the next seconds."""
     from rookery.cli.terminal import bold, one_line, terminal_width
 

@@ -152,7 +152,7 @@ class Membership:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._connection = FramedConnection(messages.to_agent_decoder, self._on_message, self._on_lost)
+        self._connection = FramedConnection(messages.to_agent_decoder, self.on_message, self.on_lost)
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
         """Set when a runner has ended."""
@@ -182,12 +182,12 @@ class Membership:
             await self._ended.wait()
         finally:
             beating.cancel()
-            await asyncio.shield(self._loop.create_task(self._clean_up()))
+            await asyncio.shield(self._loop.create_task(self.clean_up()))
 
     def _send(self, message: messages.FromAgent) -> None:
         self._connection.send(message)
 
-    def _on_lost(self, _: BaseException | None) -> None:
+    def on_lost(self, _: BaseException | None) -> None:
         self._ended.set()
 
     async def _beat(self) -> None:
@@ -203,7 +203,7 @@ class Membership:
                 self._ended.set()
                 return
 
-    def _on_message(self, message: messages.ToAgent) -> None:
+    def on_message(self, message: messages.ToAgent) -> None:
         if self._ended.is_set() and not isinstance(message, messages.Leave):
             return  # a runner that is started now would be missed by the cleaning of the node
         self._heard = self._loop.time()
@@ -322,7 +322,7 @@ class Membership:
         if self._gateway is not None:
             await self._gateway.resume(version, lambda kind, payload: log.error("%s: %s", kind, payload))
 
-    async def _clean_up(self) -> None:
+    async def clean_up(self) -> None:
         for runner in list(self._runners.values()):
             runner.kill()
         for task in self._tasks:

@@ -113,9 +113,9 @@ class Gateway:
             for role, upstream in self.config.upstreams.items()
         }
         self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
-        await asyncio.to_thread(_remove_stale_sockets)
+        await asyncio.to_thread(remove_stale_sockets)
         while self._sockets_lock is None:  # another gateway may have taken the directory for a stale one
-            self._sockets = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=_socket_directory_parent()))
+            self._sockets = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=socket_directory_parent()))
             self._sockets_lock = lock_directory(self._sockets)
         fcntl.flock(self._sockets_lock, fcntl.LOCK_SH)  # the shards share the lock
         assert self._sockets is not None
@@ -244,10 +244,10 @@ class _Process:
 
     async def start(self) -> None:
         """Start the shard, wait until it serves, and watch it. Raises `RookeryError` if it cannot start."""
-        await self._launch()
+        await self.launch()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
-    async def _launch(self) -> None:
+    async def launch(self) -> None:
         settings = self._settings
         logs = self._gateway._logs
         log_fd = None
@@ -308,7 +308,7 @@ class _Process:
             while not self._stopping:
                 await asyncio.sleep(wait)
                 try:
-                    await self._launch()
+                    await self.launch()
                     self._gateway.restarts += 1
                     break
                 except RookeryError as error:
@@ -347,7 +347,7 @@ def _describe_exit(code: int) -> str:
         return f"code {code}"
 
 
-def _socket_directory_parent() -> str:
+def socket_directory_parent() -> str:
     """Return the parent directory for the directory of the Unix sockets.
 
     It is the system's temporary directory or, if its path is too long for Unix sockets, `/tmp`.
@@ -356,9 +356,9 @@ def _socket_directory_parent() -> str:
     return "/tmp" if len(found) > MAX_PATH else found  # noqa: S108  (0700, and a name of its own)
 
 
-def _remove_stale_sockets() -> None:
+def remove_stale_sockets() -> None:
     """Remove the socket directories of gateways whose process was killed."""
-    for directory in Path(_socket_directory_parent()).glob(f"{SOCKETS_PREFIX}*"):
+    for directory in Path(socket_directory_parent()).glob(f"{SOCKETS_PREFIX}*"):
         lock = lock_directory(directory)
         if lock is not None:
             shutil.rmtree(directory, ignore_errors=True)

@@ -122,7 +122,7 @@ def import_atif(paths: Sequence[Path], root: Path) -> Path:
     found: list[_Trajectory] = []
     folders: dict[int, Path] = {}
     for path in paths:
-        for one in _read(path):
+        for one in read_trajectories(path):
             found.append(one)
             folders[id(one)] = path.parent
     # Invalid values are reported before the run is created.
@@ -155,7 +155,7 @@ def import_atif(paths: Sequence[Path], root: Path) -> Path:
     return folder
 
 
-def _read(path: Path) -> Iterator[_Trajectory]:
+def read_trajectories(path: Path) -> Iterator[_Trajectory]:
     """Yield the trajectories of a file: a JSON object, or one JSON object per line."""
     try:
         data = path.read_bytes()

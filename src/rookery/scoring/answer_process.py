@@ -93,7 +93,7 @@ class _Helper:
                     stream.close()
 
 
-class _HelperPool:
+class HelperPool:
     """Threads with a helper process each, so that one slow check does not delay all others."""
 
     def __init__(self) -> None:
@@ -118,8 +118,8 @@ class _HelperPool:
             helper.close()
 
 
-_pool = _HelperPool()
-atexit.register(_pool.close)
+helper_pool = HelperPool()
+atexit.register(helper_pool.close)
 
 
 async def check_answer(check: Check, pattern: str, answer: str) -> str | None:
@@ -132,7 +132,7 @@ async def check_answer(check: Check, pattern: str, answer: str) -> str | None:
     """
     request = {"check": check, "pattern": pattern, "answer": answer[-MAX_TEXT:]}
     for _ in range(2):
-        reply = await _pool.run(request)
+        reply = await helper_pool.run(request)
         if reply is None:
             continue
         match reply:

@@ -102,7 +102,7 @@ def _get_thread() -> _SandboxThread:
         return _thread
 
 
-def _stop_thread() -> None:
+def stop_thread() -> None:
     global _thread
     with _lock:
         thread, _thread = _thread, None
@@ -119,7 +119,7 @@ def _reset_after_fork() -> None:
 # This handler must run before the interpreter shuts down its thread pools, because closing needs one. Handlers run
 # in reverse order of registration, so it runs before the executor's own handler, which the import above
 # registered.
-getattr(threading, "_register_atexit")(_stop_thread)  # noqa: B009  (there is no public API for this)
+getattr(threading, "_register_atexit")(stop_thread)  # noqa: B009  (there is no public API for this)
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 

@@ -165,7 +165,7 @@ class _SubmissionProcess:
             return None
         if line[:1] == b"x" and loading:
             self.loads = False
-            await self._end("crash", _load_error(line[1:]))
+            await self._end("crash", parse_load_error(line[1:]))
             return None
         if line[:1] != b"r":
             await self._end("crash", "the reply of the submission's process does not follow the protocol")
@@ -186,7 +186,7 @@ class _SubmissionProcess:
         return b"d", msgspec.json.encode({"verdict": verdict, "detail": detail})
 
 
-def _load_error(data: bytes) -> str:
+def parse_load_error(data: bytes) -> str:
     """Return the error message, of limited length, of a submission that does not load."""
     try:
         plain = decode_line(data)
@@ -336,7 +336,7 @@ async def _run_separate(
                 end = "scored" if progress.names else "no_tests"
                 break
             if kind == b"f":
-                verdict, detail = _parse_failure(plain)
+                verdict, detail = parse_failure(plain)
                 end = "crash"
                 if verdict != "crash" or not submission.loads:
                     end = "scored"
@@ -394,14 +394,14 @@ async def _run_shared(
                 line = await channel.read_line()
             if line is None:
                 break
-            plain = _parse_with_nonce(line, nonce)
+            plain = parse_with_nonce(line, nonce)
             if plain is None:
                 continue  # not from the tests
             if line[:1] == b"e":
                 end = "scored" if progress.names else "no_tests"
                 break
             if line[:1] == b"f":
-                detail = _parse_failure(plain)[1]
+                detail = parse_failure(plain)[1]
                 break
             progress.add(line[:1], plain)
             if line[:1] == b"b":
@@ -432,14 +432,14 @@ def _load_detail(line: bytes) -> str:
         return ""
 
 
-def _parse_failure(plain: Any) -> tuple[Verdict, str]:
+def parse_failure(plain: Any) -> tuple[Verdict, str]:
     """Return the verdict and detail that tests reported because they could not start."""
     if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in VERDICTS or not isinstance(plain[1], str):
         raise MalformedLine("the tests could not start and reported a malformed error")
     return plain[0], plain[1]
 
 
-def _parse_with_nonce(line: bytes, nonce: str) -> Any:
+def parse_with_nonce(line: bytes, nonce: str) -> Any:
     """Return the data of a line that carries the nonce, or None if the line does not carry it.
 
     JSON `null` is returned as an empty list.

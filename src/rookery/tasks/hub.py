@@ -60,14 +60,14 @@ def parse_reference(text: str) -> HubReference:
 def fetch(reference: HubReference) -> Path:
     """Return the local path of a directory of tasks or a file of rows on the Hub. Download it if needed."""
     cache = TaskCache().open()
-    commit = _resolve_commit(reference, cache)
+    commit = resolve_commit(reference, cache)
     key = make_key("hub", reference.repo, commit, reference.path)
     folder_path = cache.get_or_create(key, lambda folder: _fetch_into(reference, commit, folder), reference.text)
     rows = folder_path / reference.path
     return rows if reference.path and rows.is_file() else folder_path
 
 
-def _import_hub() -> Any:
+def import_hub() -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.constants
@@ -78,7 +78,7 @@ def _import_hub() -> Any:
     return huggingface_hub
 
 
-def _resolve_commit(reference: HubReference, cache: TaskCache) -> str:
+def resolve_commit(reference: HubReference, cache: TaskCache) -> str:
     """Return the commit that a revision refers to.
 
     If the Hub cannot be reached, return the last commit known on this machine, or raise `UsageError`.
@@ -91,7 +91,7 @@ def _resolve_commit(reference: HubReference, cache: TaskCache) -> str:
         known, when = cache.recall(name)
         if known and when >= began:  # another process resolved it while this one waited
             return known
-        library = _import_hub()
+        library = import_hub()
         if not library.constants.HF_HUB_OFFLINE:
             try:
                 sha = (
@@ -143,7 +143,7 @@ def _find_cached_snapshot(library: Any, reference: HubReference, revision: str) 
 
 
 def _fetch_into(reference: HubReference, commit: str, folder: Path) -> None:
-    library = _import_hub()
+    library = import_hub()
     wanted = [reference.path, f"{reference.path}/*"] if reference.path else None
     offline = bool(library.constants.HF_HUB_OFFLINE)
     try:

@@ -225,14 +225,14 @@ class MessageTree:
         self.role = role
         self.scope = scope
         self.root = MessageNode(None, Message("system"))
-        self._children: dict[MessageNode, _Children] = {}
+        self.children: dict[MessageNode, _Children] = {}
         self._paths: list[CachedPath] = []
         """Recently extended histories, latest last."""
 
     def has_children(self, node: MessageNode) -> bool:
         """Return True if a recorded history continues after the node. A node without children is the reply of a
         turn."""
-        return node in self._children
+        return node in self.children
 
     # ---- lookup
 
@@ -282,7 +282,7 @@ class MessageTree:
         kind: MatchKind = "forks"
         if not index:
             kind = "root"
-        elif depth == index and reply not in self._children:
+        elif depth == index and reply not in self.children:
             kind = "extends"
         turn = reply.best_turn if len(turns) > 1 else turns[0] if turns else None
         return HistoryMatch(self.role, self.scope, kind, turn, reply, tuple(new_messages), new_entries)
@@ -292,7 +292,7 @@ class MessageTree:
     ) -> Sequence[MessageNode]:
         """Return the children of `node` that match the entry; several only if the entry leaves out its
         reasoning."""
-        children = self._children.get(node)
+        children = self.children.get(node)
         if children is None:
             return ()
         entry = _wrap_bytes(entry)
@@ -356,7 +356,7 @@ class MessageTree:
         message."""
         nodes: list[MessageNode] = []
         for message in messages:
-            children = self._children.get(node)
+            children = self.children.get(node)
             if children is None:
                 break
             found = filter_by_reasoning(children.find(get_message_key(message)), message)
@@ -399,9 +399,9 @@ class MessageTree:
     def _get_or_add(self, node: MessageNode) -> MessageNode:
         """Add the node to its parent, or return the existing child with the same message and reasoning."""
         assert node.parent is not None
-        children = self._children.get(node.parent)
+        children = self.children.get(node.parent)
         if children is None:
-            children = self._children[node.parent] = _Children()
+            children = self.children[node.parent] = _Children()
         else:
             siblings = children.find(node.key)
             for sibling in siblings:

@@ -98,7 +98,7 @@ class Recorder:
     def __init__(self, attempt: str, sink: Callable[[Turn], None]) -> None:
         self._attempt = attempt
         self._sink = sink
-        self._histories: dict[tuple[str, bytes], _ScopeHistory] = {}
+        self.histories: dict[tuple[str, bytes], _ScopeHistory] = {}
         self.count = 0
         """The index of the next turn."""
         self.counts = TurnCounts()
@@ -148,15 +148,15 @@ class Recorder:
         `scope` is a digest of what else shapes the prompt, such as the tools. Calls of different scopes share no
         history. Raises `MessageError` if a message is invalid.
         """
-        history = self._histories.get((role, scope))
+        history = self.histories.get((role, scope))
         if history is None or not entries:  # only a recorded turn creates a scope: failed calls leave nothing
             return HistoryMatch(role, scope, "root", None, None, parse_messages(entries), entries)
         return history.tree.find(entries)
 
     def _get_history(self, role: str, scope: bytes) -> _ScopeHistory:
-        history = self._histories.get((role, scope))
+        history = self.histories.get((role, scope))
         if history is None:
-            history = self._histories[role, scope] = _ScopeHistory(role, scope)
+            history = self.histories[role, scope] = _ScopeHistory(role, scope)
         return history
 
     # ---- recording
@@ -179,7 +179,7 @@ class Recorder:
         appended, as `appended`; then no tokens are compared, and the cost does not depend on the length of the
         history. `tools` are recorded once for each role and scope. `fields` are further fields of `Turn`.
         """
-        is_first = (match.role, match.scope) not in self._histories
+        is_first = (match.role, match.scope) not in self.histories
         node, history = match.node, self._get_history(match.role, match.scope)
         if node is None and match.new_messages:
             node = history.tree.root

@@ -153,7 +153,7 @@ class HttpUpstream:
         self.accepts_raw_json = True
         self.version = 0
         """The policy version recorded for replies in which the server reports none."""
-        self._backoff = Backoff(retries=config.retries)
+        self.backoff = Backoff(retries=config.retries)
         self._rejected_fields: frozenset[str] = frozenset()
         self._turn = 0
         self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
@@ -252,7 +252,7 @@ class HttpUpstream:
                 raise raised.error from raised.error.__cause__
             except Failure as failure:
                 self._note_failure(replica, failure, loop.time())
-                delay = self._backoff.delay(
+                delay = self.backoff.delay(
                     failure.kind,
                     attempt=attempt,
                     elapsed=elapsed,

@@ -188,11 +188,11 @@ class Replica:
         self._address = address
         self._targets: dict[str, str] = {}
         """Cache of HTTP request targets, by endpoint path."""
-        self._deadlines: set[asyncio.Timeout] = set()
+        self.deadlines: set[asyncio.Timeout] = set()
         self._frozen: dict[asyncio.Timeout, float] | None = None
         """The seconds that were left until each deadline when the server stopped sampling; None if it is not
         frozen."""
-        self._draining: set[asyncio.Task[None]] = set()
+        self.draining: set[asyncio.Task[None]] = set()
         self.calls: set[CallProgress] = set()
         """Model calls in flight."""
         self.hung = False
@@ -257,7 +257,7 @@ class Replica:
 
     async def close(self) -> None:
         self._closed = True
-        for task in self._draining:
+        for task in self.draining:
             task.cancel()
         client, self._client = self._client, None
         if client is not None:
@@ -287,7 +287,7 @@ class Replica:
         response: Response | None = None
         try:
             async with asyncio.timeout(seconds) as deadline:
-                self._deadlines.add(deadline)
+                self.deadlines.add(deadline)
                 if call is not None:
                     call.deadline = deadline
                     self.calls.add(call)
@@ -305,7 +305,7 @@ class Replica:
                         call.received(1)
                     return RawResponse(response.status, response.headers, await self._read(response))
                 finally:
-                    self._deadlines.discard(deadline)
+                    self.deadlines.discard(deadline)
         except (HttpClientError, TimeoutError) as error:
             if response is not None and sink is not None and sink.parser.finish is not None:
                 # The reply is complete: only the end of the stream is missing.
@@ -339,10 +339,10 @@ class Replica:
         Servers end the response a moment after they announce the end of the stream. Closing the connection in that
         moment would cost a new connection for every call.
         """
-        if drain and not response.done and len(self._draining) < _DRAINS and not self._closed:
+        if drain and not response.done and len(self.draining) < _DRAINS and not self._closed:
             task = asyncio.get_running_loop().create_task(_drain(response), context=detached_context())
-            self._draining.add(task)
-            task.add_done_callback(self._draining.discard)
+            self.draining.add(task)
+            task.add_done_callback(self.draining.discard)
         else:
             response.close()
 
@@ -378,7 +378,7 @@ class Replica:
         if self._frozen is None:
             now = asyncio.get_running_loop().time()
             self._frozen = {}
-            for deadline in self._deadlines:
+            for deadline in self.deadlines:
                 if (when := deadline.when()) is not None and not deadline.expired():
                     self._frozen[deadline] = max(0.0, when - now)
                     deadline.reschedule(None)
@@ -388,7 +388,7 @@ class Replica:
         left, self._frozen = self._frozen or {}, None
         now = asyncio.get_running_loop().time()
         for deadline, seconds in left.items():
-            if deadline in self._deadlines:
+            if deadline in self.deadlines:
                 deadline.reschedule(now + seconds)
 
     @property

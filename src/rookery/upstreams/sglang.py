@@ -91,12 +91,12 @@ _Listed: TypeAlias = list[Id] | None
 _Logged: TypeAlias = list[_Entry] | None
 _Topped: TypeAlias = list[list[_Entry] | None] | None
 _decode_ids: Callable[[bytes | msgspec.Raw], _Listed] = msgspec.json.Decoder(_Listed).decode
-_decode_entries: Callable[[bytes | msgspec.Raw], _Logged] = msgspec.json.Decoder(_Logged).decode
+decode_entries: Callable[[bytes | msgspec.Raw], _Logged] = msgspec.json.Decoder(_Logged).decode
 _decode_tops: Callable[[bytes | msgspec.Raw], _Topped] = msgspec.json.Decoder(_Topped).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def _read(data: bytes) -> tuple[_Answer, _Meta]:
+def read_answer(data: bytes) -> tuple[_Answer, _Meta]:
     try:
         answer = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -116,7 +116,7 @@ def _finish(finish: _Finish | str) -> str:
     return finish if isinstance(finish, str) else finish.type
 
 
-def _ids(text: bytes | msgspec.Raw) -> list[int] | None:
+def read_ids(text: bytes | msgspec.Raw) -> list[int] | None:
     try:
         return _decode_ids(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -125,16 +125,16 @@ def _ids(text: bytes | msgspec.Raw) -> list[int] | None:
         ) from None
 
 
-def _entries(text: bytes | msgspec.Raw) -> list[_Entry] | None:
+def read_entries(text: bytes | msgspec.Raw) -> list[_Entry] | None:
     try:
-        return _decode_entries(text)
+        return decode_entries(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyFormatError(
             f"the logprobs in the reply are not in SGLang's format: {error}; check the server's version"
         ) from None
 
 
-def _alternatives(text: bytes | msgspec.Raw) -> list[Tops]:
+def read_alternatives(text: bytes | msgspec.Raw) -> list[Tops]:
     try:
         listed = _decode_tops(text) or []
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -189,11 +189,11 @@ class Generate:
         return _encode(body)
 
     def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
-        answer, meta = _read(data)
+        answer, meta = read_answer(data)
         if meta.finish_reason is None:
             raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
-        entries = _entries(meta.output_token_logprobs)
-        ids = _ids(answer.output_ids)
+        entries = read_entries(meta.output_token_logprobs)
+        ids = read_ids(answer.output_ids)
         if ids is None:
             if entries is None:
                 raise ReplyFormatError("the reply has no token IDs")
@@ -210,7 +210,7 @@ class Generate:
             sampled_tokens=len(ids),
             queued=about.queued,
             replica=about.replica,
-            tops=tuple(_alternatives(meta.output_top_logprobs)) if request.top_logprobs else (),
+            tops=tuple(read_alternatives(meta.output_top_logprobs)) if request.top_logprobs else (),
         )
 
     def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (whatever it is)
@@ -256,7 +256,7 @@ class _Tokens(StreamParser):
         self._text = 0
 
     def event(self, data: bytes) -> None:
-        answer, meta = _read(data)
+        answer, meta = read_answer(data)
         if (version := parse_version(meta.weight_version)) is not None:
             self.version(version)
         reason = None if meta.finish_reason is None else _finish(meta.finish_reason)
@@ -279,19 +279,19 @@ class _Tokens(StreamParser):
         total = meta.completion_tokens
         want = self.request.top_logprobs > 0
         if self._incremental is not True and (text := self._growing_ids.new(listed)) is not None:
-            ids = _ids(text) or []
+            ids = read_ids(text) or []
             if total is None or self.count + len(ids) == total:
                 if self.count:
                     self._incremental = False
-                entries = _entries(self._growing_entries.new(logged) or logged)
-                tops = _alternatives(self._growing_tops.new(top_lists) or top_lists) if want else None
+                entries = read_entries(self._growing_entries.new(logged) or logged)
+                tops = read_alternatives(self._growing_tops.new(top_lists) or top_lists) if want else None
                 return ids, entries, tops
-        ids, entries = _ids(listed) or [], _entries(logged)
+        ids, entries = read_ids(listed) or [], read_entries(logged)
         if total is None or self.count + len(ids) == total:
             if self.count:
                 self._incremental = True
             if entries is None or len(entries) == len(ids):
-                return ids, entries, _alternatives(top_lists) if want else None
+                return ids, entries, read_alternatives(top_lists) if want else None
         if not aborted:
             raise ReplyFormatError(
                 f"the stream has {self.count} tokens and an event with {len(ids)}, "

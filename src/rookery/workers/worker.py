@@ -74,7 +74,7 @@ class Worker(AsyncClosesOnExit):
         self.limits = limits
         self.restarts_left = restarts
         self.losses = 0
-        self._sandbox = sandbox
+        self.sandbox = sandbox
         self._counting = sandbox if isinstance(sandbox, SupportsLimitCounters) else None
         self._functions = functions
         self._cwd = cwd
@@ -83,7 +83,7 @@ class Worker(AsyncClosesOnExit):
         self._tag = _FIRST_TAG + (secrets.randbits(20) << 20)
         self._number = 0
         self._lock = asyncio.Lock()
-        self._process: WorkerProcess | None = None
+        self.process: WorkerProcess | None = None
         self._hello: asyncio.Future[list[bytes]] | None = None
         self._run: CellRun | None = None
         self._notes: list[str] = []
@@ -178,7 +178,7 @@ class Worker(AsyncClosesOnExit):
         """
         async with asyncio.timeout(timeout), self._lock:
             await self._ready()
-            while self._savepoint is None and self._process is not None and not self._process.ended.done():
+            while self._savepoint is None and self.process is not None and not self.process.ended.done():
                 self._savepoint_changed.clear()
                 await self._savepoint_changed.wait()
             return self._savepoint or Savepoint(made=False, reason="the worker has ended")
@@ -197,13 +197,13 @@ class Worker(AsyncClosesOnExit):
             raise SandboxError("the worker is closed", cause="sandbox.lost")
         if self._failure is not None:
             raise self._failure
-        if self._process is None or self._process.ended.done():
+        if self.process is None or self.process.ended.done():
             detail = await self._explain_exit()
             await self._restart(detail)
             self._notes.append(cell_report.build_restart_notice(detail))
 
     async def _run_cell(self, run: "CellRun", text: bytes, flags: int) -> Cell:
-        process = self._process
+        process = self.process
         assert process is not None
         limits = run.limits
         head = p.CELL_HEAD.pack(
@@ -311,8 +311,8 @@ class Worker(AsyncClosesOnExit):
         elif kind == p.CALL:
             if run is None or p.SIZE.unpack_from(payload)[0] != run.number or run.calling:
                 raise p.MalformedFrame("a call of another cell")
-            assert self._process is not None
-            run.start_call(self._process, self._functions, payload[4:])
+            assert self.process is not None
+            run.start_call(self.process, self._functions, payload[4:])
         elif kind == p.DIED:
             cause, reason = (text.decode("utf-8", "replace") for text in p.unpack_texts(payload, 1)[:2])
             restored = payload[0] == p.RESTORED
@@ -338,7 +338,7 @@ class Worker(AsyncClosesOnExit):
         self._savepoint = None
         hello = self._hello = asyncio.get_running_loop().create_future()
         shared = self._counting is not None and self._counting.memory_limit_is_shared
-        sandbox_memory = (self._sandbox.spec.memory or 0) if shared else 0
+        sandbox_memory = (self.sandbox.spec.memory or 0) if shared else 0
         head = p.SETUP_HEAD.pack(
             self._tag,
             self.limits.memory or 0,
@@ -348,8 +348,8 @@ class Worker(AsyncClosesOnExit):
         )
         try:
             async with asyncio.timeout(self._timeout):
-                process = self._process = await WorkerProcess.start(
-                    self._sandbox, self._cwd, self._env, self._on_frame
+                process = self.process = await WorkerProcess.start(
+                    self.sandbox, self._cwd, self._env, self._on_frame
                 )
                 await process.send(p.SETUP, head, p.pack_texts([name.encode() for name in self._functions]))
                 await asyncio.wait({hello, process.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -360,9 +360,9 @@ class Worker(AsyncClosesOnExit):
                     raise SandboxError(await self._explain_exit(), cause=cause)
                 _check_capabilities(hello.result())
         except BaseException as error:
-            if self._process is not None:
-                await self._process.kill()
-                self._process = None
+            if self.process is not None:
+                await self.process.kill()
+                self.process = None
             if isinstance(error, SandboxError | TimeoutError | OSError | _UnsupportedLimit):
                 cause_text = (
                     f"no response within {self._timeout:g} s"
@@ -372,14 +372,14 @@ class Worker(AsyncClosesOnExit):
                 exhausted = isinstance(error, SandboxError) and error.code == "sandbox.exhausted"
                 cause = "sandbox.exhausted" if exhausted else None
                 raise WorkerRecoveryError(
-                    f"the interpreter did not start in sandbox {self._sandbox.id}: {cause_text}", cause=cause
+                    f"the interpreter did not start in sandbox {self.sandbox.id}: {cause_text}", cause=cause
                 ) from error
             raise
 
     async def _restart(self, detail: str) -> None:
-        if self._process is not None:
-            await self._process.kill()
-            self._process = None
+        if self.process is not None:
+            await self.process.kill()
+            self.process = None
         if self._closed:
             raise SandboxError("the worker was closed while a cell was running", cause="sandbox.lost")
         self._count_loss(detail)
@@ -398,13 +398,13 @@ class Worker(AsyncClosesOnExit):
         self.losses += 1
         if self.restarts_left < 0:
             self._failure = WorkerRecoveryError(
-                f"the worker in sandbox {self._sandbox.id} lost its state more often than `restarts` allows; "
+                f"the worker in sandbox {self.sandbox.id} lost its state more often than `restarts` allows; "
                 f"the last time: {what}"
             )
 
     async def _explain_exit(self) -> str:
         """Return why the monitor, the worker's process in the sandbox, has ended."""
-        process = self._process
+        process = self.process
         if process is None:
             return "the worker's process ended"
         if process.problem is not None:
@@ -416,7 +416,7 @@ class Worker(AsyncClosesOnExit):
     async def close(self) -> None:
         """End the interpreter and all processes that its cells left running. May be called more than once."""
         self._closed = True
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             await asyncio.shield(asyncio.ensure_future(process.close()))
 

@@ -257,7 +257,7 @@ def test_agent_loop_drops_a_failed_rollout_in_verls_own_worker(
     asyncio.run(run())
     # verl ends without a call. What closes the engines when the worker process exits is called here.
     assert {one for one in threading.enumerate() if one.name == "rookery-engine"} - before
-    trainer_engine._close_all()
+    trainer_engine.close_all()
     assert not {one for one in threading.enumerate() if one.name == "rookery-engine"} - before
     agent_loop.close_rollouts()  # a second end does nothing
     assert transfer_queue.kv_list("train")["train"][failing]["status"] == "finished"

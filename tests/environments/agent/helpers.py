@@ -185,8 +185,8 @@ class RecordsSandboxPids(AgentEnvironment):
     """Appends the PID whose death ends the sandbox to `SANDBOX_PIDS` before each agent starts."""
 
     async def _make_command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
-        inner: Any = sandbox._inner if isinstance(sandbox, SandboxProxy) else sandbox
-        SANDBOX_PIDS.append(inner._handle.pid)
+        inner: Any = sandbox.inner if isinstance(sandbox, SandboxProxy) else sandbox
+        SANDBOX_PIDS.append(inner.handle.pid)
         return await super()._make_command(ctx, sandbox, session)
 
 

@@ -16,11 +16,11 @@ from rookery.environments.agent import AgentEnvironment, Install, Launcher
 from rookery.environments.agent.installation import (
     PROBE,
     PythonPlatform,
-    _list_platform_tags,
     find_problems,
     host_python,
     install_agent,
     install_dir,
+    list_platform_tags,
     parse_probe_output,
 )
 from tests.environments.agent.helpers import agents_directory, scripted_engine, scripted_model
@@ -164,10 +164,10 @@ async def test_python_platform_is_probed_and_mapped_to_platform_tags() -> None:
     assert parse_probe_output(reports) == host_python()
     assert host_python().is_host
     old = PythonPlatform(version="3.9", machine="aarch64", libc="glibc-2.31")
-    assert _list_platform_tags(old)[0] == "manylinux_2_31_aarch64"
-    assert "manylinux2014_aarch64" in _list_platform_tags(old)
+    assert list_platform_tags(old)[0] == "manylinux_2_31_aarch64"
+    assert "manylinux2014_aarch64" in list_platform_tags(old)
     musl = PythonPlatform(version="3.12", machine="x86_64", libc="musl-1.2")
-    assert _list_platform_tags(musl) == ["musllinux_1_2_x86_64", "musllinux_1_1_x86_64"]
+    assert list_platform_tags(musl) == ["musllinux_1_2_x86_64", "musllinux_1_1_x86_64"]
 
 
 @given(st.binary(max_size=40))

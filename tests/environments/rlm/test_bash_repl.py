@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.environments.rlm import bash_repl
-from rookery.environments.rlm.bash_repl import MAX_ARGS, MAX_BODY, BashRepl, _parse_batch
+from rookery.environments.rlm.bash_repl import MAX_ARGS, MAX_BODY, BashRepl, parse_batch
 from rookery.environments.rlm.options import RlmOptions
 
 
@@ -138,9 +138,9 @@ def test_requests_without_the_secret_call_nothing_and_get_no_response(parts: lis
 
 @given(st.lists(st.text(min_size=1).filter(str.strip), max_size=5))
 def test_batch_file_is_a_json_list_or_lines_that_may_be_json(prompts: list[str]) -> None:
-    assert _parse_batch(json.dumps(prompts)) == prompts
-    assert _parse_batch("\n".join(map(json.dumps, prompts))) == prompts
+    assert parse_batch(json.dumps(prompts)) == prompts
+    assert parse_batch("\n".join(map(json.dumps, prompts))) == prompts
 
 
 def test_lines_that_are_not_json_are_prompts() -> None:
-    assert _parse_batch('[not json\n\n"half\n plain \n') == ["[not json", '"half', " plain "]
+    assert parse_batch('[not json\n\n"half\n plain \n') == ["[not json", '"half', " plain "]

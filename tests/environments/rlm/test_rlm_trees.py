@@ -272,13 +272,13 @@ class _WorkerLost(RlmEnvironment):
 
     async def run(self, ctx: Context) -> None:
         if ctx.attempt.split(".")[1] == "3":
-            worker = ctx.state["repl"]._worker
+            worker = ctx.state["repl"].worker
 
             async def start(*, kill_leftovers: bool) -> None:
                 raise WorkerRecoveryError(f"no Python can be started (kill_leftovers={kill_leftovers})")
 
             worker._start = start
-            await worker._process.kill()
+            await worker.process.kill()
         await super().run(ctx)
 
 
@@ -302,10 +302,10 @@ class _ShellLost(RlmEnvironment):
 
     first_only = True
 
-    def _on_cell(self, ctx: Context, result: CellResult, *, root: bool) -> None:
-        super()._on_cell(ctx, result, root=root)
+    def on_cell(self, ctx: Context, result: CellResult, *, root: bool) -> None:
+        super().on_cell(ctx, result, root=root)
         if result.recovered == "reset" and (ctx.attempt.endswith(".1") or not self.first_only):
-            ctx.state["lost"] = asyncio.ensure_future(ctx.state["repl"]._sandbox.close())
+            ctx.state["lost"] = asyncio.ensure_future(ctx.state["repl"].sandbox.close())
 
 
 class _ShellLostAlways(_ShellLost):

@@ -147,7 +147,7 @@ def sampled_replies(family: FamilyRenderer) -> st.SearchStrategy[list[int]]:
             *("a b c d e f g h i j k l m n o p q r s t u v w x y z. " * 3, "\u2028 \u00a0", "\ue000\uf8ff"),
         )
     ).map(tokenizer.encode)
-    markers = st.sampled_from([*family._marker_ids] or [0]).map(lambda marker: [marker])
+    markers = st.sampled_from([*family.marker_ids] or [0]).map(lambda marker: [marker])
     strays = st.sampled_from(sorted(family.added_ids)).map(lambda marker: [marker])
     single = st.integers(0, 200).map(lambda at: [at])
     out_of_range = st.sampled_from([len(tokenizer.token_bytes), 2**31 - 1, -1]).map(lambda at: [at])

@@ -70,7 +70,7 @@ def test_extending_from_the_prompt_tail_equals_extending_from_the_whole_prompt(
         sampled = [*sampled, family.stop_token_ids[0]]
     new = data.draw(st.sampled_from(NEW))
     extension = family.extend(prompt[-1024:], ints(sampled), new, TOOLS, None)
-    converted = convert_messages(new, developer=family._developer_role, with_tool_names=family._with_tool_names)
+    converted = convert_messages(new, developer=family.developer_role, with_tool_names=family.with_tool_names)
     try:
         whole = family.renderer.bridge_to_next_turn(ids_of(prompt), sampled, converted, tools=convert_tools(TOOLS))
     except Exception:

@@ -72,7 +72,7 @@ def test_auto_uses_the_template_of_an_unknown_model_or_fails_without_one(tmp_pat
 def test_template_is_found_in_every_known_file(tmp_path: Path, files: dict[str, str], expected: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert tokenizer_module._read_template(tmp_path, tokenizer_module._read_config(tmp_path)) == expected
+    assert tokenizer_module.read_template(tmp_path, tokenizer_module.read_config(tmp_path)) == expected
 
 
 @needs_tokenizers

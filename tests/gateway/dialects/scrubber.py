@@ -56,7 +56,7 @@ class Scrubber:
     def __init__(self, own: Sequence[str] = ()) -> None:
         self._own = frozenset(own)
         within = sorted((text for text in own if len(text) > 5), key=len, reverse=True)
-        self._kept = re.compile("|".join([*map(re.escape, within), _MARKS.pattern]))
+        self.kept = re.compile("|".join([*map(re.escape, within), _MARKS.pattern]))
         self._ids: dict[str, str] = {}
 
     def headers(self, headers: dict[str, str]) -> dict[str, str]:
@@ -114,7 +114,7 @@ class Scrubber:
         at = blake2b(text.encode(), digest_size=2).digest()[0]
         out: list[str] = []
         end = 0
-        for kept in self._kept.finditer(text):
+        for kept in self.kept.finditer(text):
             out += (_filler(text[end : kept.start()], at), kept[0])
             end = kept.end()
         return "".join([*out, _filler(text[end:], at)])
@@ -156,7 +156,7 @@ def iter_texts(value: Any) -> Iterator[str]:
 
 def find_foreign_text(value: Any, own: Sequence[str], most: int = 3) -> list[str]:
     """List texts of more than `most` words that are neither in `own` nor filler."""
-    kept = Scrubber(own)._kept
+    kept = Scrubber(own).kept
     foreign: list[str] = []
     for text in iter_texts(value):
         for part in kept.split(text) if text not in own else ():

@@ -62,7 +62,7 @@ async def test_upload_packs_links_and_hard_links(tmp_path: Path) -> None:
     (source / "link").symlink_to(tmp_path / "secret")
     packer = archive_transfer.ArchiveTransfer(None, "", None, 1000)  # type: ignore[arg-type]
     packed = io.BytesIO()
-    packer._pack(packed, source, None, ("w", "t"), 1)
+    packer.pack(packed, source, None, ("w", "t"), 1)
     assert b"hunter2" not in packed.getvalue()
     packed.seek(0)
     with tarfile.open(fileobj=packed) as tar:
@@ -75,7 +75,7 @@ async def test_upload_packs_links_and_hard_links(tmp_path: Path) -> None:
     }
     for path, number in ((source / "link", errno.ELOOP), (tmp_path / "missing", errno.ENOENT)):
         with pytest.raises(OSError) as refused:
-            packer._pack(io.BytesIO(), path, None, ("x",), 0)
+            packer.pack(io.BytesIO(), path, None, ("x",), 0)
         assert refused.value.errno == number
 
 

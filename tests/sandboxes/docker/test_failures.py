@@ -236,12 +236,16 @@ def test_only_containers_of_dead_owners_are_reaped(engine: PrivateEngine, tmp_pa
     mine = leases.create_lease("mine", "r", "a", "docker", tmp_path)
     dead_lease = msgspec.structs.replace(mine, id="gone", owner_pid=dead.pid, owner_started=1)
     overdue = msgspec.structs.replace(mine, id="late", deadline=1.0)
+    boot = orphans.read_boot_id().partition("/")[0]
     labels_by_name = {
         "mine": orphans.make_labels(mine),
         "gone": orphans.make_labels(dead_lease),
         "late": orphans.make_labels(overdue),
         "elsewhere": {**orphans.make_labels(dead_lease), orphans.MACHINE: "another"},
-        "unseen": {**orphans.make_labels(dead_lease), orphans.BOOT: orphans._boot_id().partition("/")[0] + "/1"},
+        "unseen": {
+            **orphans.make_labels(dead_lease),
+            orphans.BOOT: f"{boot}/1",
+        },
         "reborn": {**orphans.make_labels(mine), orphans.BOOT: "before/1"},
         "foreign": {"team": "blue"},
     }

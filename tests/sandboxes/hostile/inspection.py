@@ -63,7 +63,7 @@ class SandboxFootprint:
 
 def inspect_sandbox(sandbox: LocalSandbox) -> SandboxFootprint:
     """Return the footprint of a live sandbox."""
-    handle = sandbox._handle
+    handle = sandbox.handle
     assert handle is not None
     groups = Path(f"/proc/{handle.pid}/cgroup").read_text().splitlines()
     mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
@@ -82,7 +82,7 @@ def inspect_sandbox(sandbox: LocalSandbox) -> SandboxFootprint:
         started=_read_start_time(handle.pid),
         namespaces=_read_namespaces(handle.pid),
         cgroups=tuple(cgroups),
-        lease=sandbox._folder / "leases" / f"{sandbox.id}.json",
+        lease=sandbox.folder / "leases" / f"{sandbox.id}.json",
     )
 
 

@@ -9,7 +9,7 @@ from rookery.sandboxes.images.references import parse_reference
 
 def pack_context(dockerfile: Path, work: Path) -> dict[str, tuple[bytes, str, bytes]]:
     """Return name → (type, target of a link, content) of the packed context."""
-    DockerfileSource(dockerfile, "shown", work)._pack(work / "context.tar")
+    DockerfileSource(dockerfile, "shown", work).pack(work / "context.tar")
     with tarfile.open(work / "context.tar") as tar:
         return {
             info.name: (

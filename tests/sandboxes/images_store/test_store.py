@@ -152,7 +152,7 @@ def test_killed_fetch_leaves_nothing_partial(store: ImageStore, tmp_path: Path) 
                 os.sched_yield()
             process.send_signal(signal.SIGKILL)
             process.wait()
-        for record in store._records():
+        for record in store.list_records():
             assert store.get_record(record.id) is not None
         for layer in store.layers.iterdir():
             if store.get_layer(layer.name):

@@ -167,7 +167,7 @@ async def test_watches_that_end_at_once_are_not_opened_without_a_pause(monkeypat
         pauses.append(seconds)
 
     client = KubernetesClient(ClusterAccess({"server": "https://x"}, {}, folder=Path()))
-    monkeypatch.setattr(client, "_watch", watch)
+    monkeypatch.setattr(client, "watch", watch)
     monkeypatch.setattr(client_module, "WATCH_PAUSE_SECONDS", 600.0)
     monkeypatch.setattr(client_module.asyncio, "sleep", sleep)
     assert await anext(client.follow("/x", "x", version="1"))

@@ -169,7 +169,7 @@ async def test_pods_of_a_killed_owner_are_removed(
     assert owner.stdout is not None
     assert await owner.stdout.readline() == b"ready\n"
     again = open_kubernetes(ProviderHome(folder=tmp_path, run="again"))
-    assert len(await again._list()) == 2
+    assert len(await again.list_machines()) == 2
     assert await asyncio.to_thread(again.reap_machine) == []
     owner.kill()
     await owner.wait()

@@ -98,7 +98,7 @@ async def test_pod_has_the_limits_of_the_spec_and_the_fields_of_the_template(
     policy = cluster.find("networkpolicies", "rookery-closed")["spec"]
     assert policy["podSelector"] == {"matchLabels": {NETWORK_LABEL: "closed"}}
     lease = pod["metadata"]["annotations"]["rookery-expires"]
-    await provider._service.extend(pod["metadata"]["name"], lifetime=10_000)
+    await provider.service.extend(pod["metadata"]["name"], lifetime=10_000)
     assert pod["metadata"]["annotations"]["rookery-expires"] > lease
     await sandbox.close()
     await provider.close()
@@ -178,9 +178,9 @@ async def test_pods_of_a_warm_pool_are_claimed(
     (pod,) = cluster.pods()
     assert pod["metadata"]["labels"] == {"pool": "warm", NETWORK_LABEL: "closed"}
     lease = claim["spec"]["lifecycle"]["shutdownTime"]
-    await provider._service.extend(name, lifetime=10_000)
+    await provider.service.extend(name, lifetime=10_000)
     assert claim["spec"]["lifecycle"]["shutdownTime"] > lease
-    assert await provider._list() == {name: {**claim["metadata"]["labels"], "rookery-expiry": ""}}
+    assert await provider.list_machines() == {name: {**claim["metadata"]["labels"], "rookery-expiry": ""}}
     await sandbox.close()
     assert ("sandboxclaims", name) not in cluster.objects
 

@@ -19,7 +19,7 @@ class Wire:
     def __init__(self, choices: random.Random, left: list[float]) -> None:
         self._choices = choices
         self._left = left
-        self._incoming: asyncio.Queue[bytes] = asyncio.Queue()
+        self.incoming: asyncio.Queue[bytes] = asyncio.Queue()
         self.peer: Wire = self
         self.closed = False
 
@@ -31,7 +31,7 @@ class Wire:
         return one, other
 
     async def read(self) -> bytes:
-        return b"" if self.closed and self._incoming.empty() else await self._incoming.get()
+        return b"" if self.closed and self.incoming.empty() else await self.incoming.get()
 
     async def write(self, data: bytes) -> None:
         while data:
@@ -40,7 +40,7 @@ class Wire:
             part, data = data[: int(min(size, self._left[0]))], data[size:]
             self._left[0] -= len(part)
             if part and not self.closed:
-                self.peer._incoming.put_nowait(part)
+                self.peer.incoming.put_nowait(part)
             if self._left[0] <= 0:
                 await self.close()
                 raise BrokenPipeError
@@ -48,7 +48,7 @@ class Wire:
     async def close(self) -> None:
         for end in (self, self.peer):
             end.closed = True
-            end._incoming.put_nowait(b"")
+            end.incoming.put_nowait(b"")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -47,7 +47,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folders(example: dict[str, Any], provider: ServiceProvider) -> Any:
     """The example's service, whose methods a test can replace."""
-    return provider._service
+    return provider.service
 
 
 def fail_first(folders: Any, name: str, error: Exception, times: int) -> list[str]:
@@ -79,7 +79,7 @@ async def test_isolated_machine_has_a_model_network_and_its_whole_file_system(
         assert (work / "x").read_bytes() == await sandbox.read(str(work / "x"))
         fetch = Command(argv=("python3", "-c", networks.FETCH, sandbox.inside_url))
         assert not (await sandbox.exec(fetch)).ok
-        async with await asyncio.start_server(networks._serve_hello, sock=sandbox.listener()):
+        async with await asyncio.start_server(networks.serve_hello, sock=sandbox.listener()):
             assert (await sandbox.exec(fetch)).stdout == b"hello"
         sandbox.refuse_connections()
         assert not (await sandbox.exec(fetch)).ok

@@ -167,7 +167,7 @@ async def test_broken_connection_is_resumed_without_loss(
 @pytest.mark.long
 @needs_ssh
 async def test_host_that_does_not_come_back_in_time_is_lost(
-    provider: SshProvider, monkeypatch: pytest.MonkeyPatch
+    provider: SshProvider, home: ProviderHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resumable, "RESUME_SECONDS", 2.0)
     sandbox = await provider.create(SPEC, attempt="a")
@@ -178,7 +178,7 @@ async def test_host_that_does_not_come_back_in_time_is_lost(
         await running
     assert (caught.value.code, caught.value.fault) == ("sandbox.host", "infra")
     await sandbox.close()
-    await wait_until(lambda: not find_marked_processes(provider._home.run))
+    await wait_until(lambda: not find_marked_processes(home.run))
 
 
 @needs_ssh

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rookery.core import ScoringError, TaskError
-from rookery.scoring.swe.grading import _get_wall_time
+from rookery.scoring.swe.grading import get_wall_time
 from rookery.tasks.swe import GRADING_TIME_SHARE, SweStep, SweTask, Verifier, grading_budget, make_task
 from tests.scoring.swe.conftest import LOCAL
 from tests.scoring.swe.small_task import REPAIR, STRONG, WEAK, Open, attempt, small_task
@@ -71,9 +71,9 @@ def test_grading_time_suffices_for_every_run(timeout: float) -> None:
     limits = make_task(SweTask(id="long", format="rows", folder="", steps=steps)).limits
     assert limits.score is not None
     assert limits.run is not None
-    assert _get_wall_time(timeout, GRADING_TIME_SHARE * limits.score) == timeout
+    assert get_wall_time(timeout, GRADING_TIME_SHARE * limits.score) == timeout
     assert limits.run >= 20.0 + 3 * timeout
-    assert _get_wall_time(timeout, grading_budget(steps[0], float("inf"))) == timeout
+    assert get_wall_time(timeout, grading_budget(steps[0], float("inf"))) == timeout
 
 
 HANGS = (

@@ -105,10 +105,10 @@ class NemoGymEnvironment(Environment):
                 return
             for call in reply.message.tool_calls:
                 ctx.tool_calls += 1
-                text = await ctx.charge_policy("tool", self._call_tool(ctx, call.name, call.arguments, tools))
+                text = await ctx.charge_policy("tool", self.call_tool(ctx, call.name, call.arguments, tools))
                 messages.append(Message("tool", text, tool_call_id=call.id))
 
-    async def _call_tool(self, ctx: Context, name: str, arguments: str, tools: list[ToolSchema]) -> str:
+    async def call_tool(self, ctx: Context, name: str, arguments: str, tools: list[ToolSchema]) -> str:
         if name not in {tool.name for tool in tools}:
             return f"there is no tool {name!r:.80}"
         try:

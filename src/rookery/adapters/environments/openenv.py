@@ -130,7 +130,7 @@ class OpenEnvEnvironment(ScoredInRun):
                 messages.append(reply.message)
                 if tools and not reply.message.tool_calls:
                     break  # the policy has answered
-                for action, call in _parse_actions(reply.message, schema):
+                for action, call in parse_actions(reply.message, schema):
                     taken, text = await self._step(connection, ctx, action)
                     messages.append(Message("tool", text, tool_call_id=call) if call else Message("user", text))
                     if taken is None:
@@ -200,7 +200,7 @@ def _show(result: Mapping[str, Any]) -> str:
     return json.dumps(observation, ensure_ascii=False)
 
 
-def _parse_actions(
+def parse_actions(
     message: Message, schema: Mapping[str, Any]
 ) -> list[tuple["dict[str, Any] | ActionError", str | None]]:
     """Return the actions of a reply with the IDs of their tool calls, or errors for those that are not valid.

@@ -141,7 +141,7 @@ class VerifiersEnvironment(ScoredInRun):
         episode, session = await run_in_session(ctx, lambda session: self._run_episode(ctx, session))
         self._check_episode(episode, session)
         traces = [trace for trace in episode.traces if trace.agent.trainable]
-        ctx.state["score"] = _get_score(traces)
+        ctx.state["score"] = get_score(traces)
         ctx.info["verifiers"] = {"traces": [_describe_trace(trace) for trace in episode.traces]}
         for trace in traces:
             if trace.is_timeout:
@@ -212,7 +212,7 @@ class VerifiersEnvironment(ScoredInRun):
                 )
 
 
-def _get_score(traces: list[Any]) -> Score | float:
+def get_score(traces: list[Any]) -> Score | float:
     """Return the mean of the traces' rewards, with the means of their named rewards and metrics."""
     if not traces:
         raise RookeryError("verifiers returned no trace of the policy", cause="bug.environment")

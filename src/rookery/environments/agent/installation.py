@@ -294,11 +294,11 @@ def _target_flags(python: PythonPlatform | None) -> list[str]:
     flags = ["--only-binary=:all:", "--python-version", python.version]
     if _pip_command()[0] == sys.executable:
         flags += ["--implementation", "cp"]
-        flags += [part for tag in _list_platform_tags(python) for part in ("--platform", tag)]
+        flags += [part for tag in list_platform_tags(python) for part in ("--platform", tag)]
     return flags
 
 
-def _list_platform_tags(python: PythonPlatform) -> list[str]:
+def list_platform_tags(python: PythonPlatform) -> list[str]:
     kind, _, number = python.libc.partition("-")
     minor = int(number.split(".")[1]) if number.count(".") and number.split(".")[1].isdigit() else 17
     if kind == "glibc":

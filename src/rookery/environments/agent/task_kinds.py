@@ -152,7 +152,7 @@ async def grade_program(
 
 
 @functools.cache
-def _grading_slots() -> GradingSlots:
+def open_grading_slots() -> GradingSlots:
     """Return the semaphore that limits how many `swe` submissions of this run are graded at once on this machine.
 
     It is shared by all processes of the run, and with the `swe` environment.
@@ -169,7 +169,7 @@ async def grade_step(ctx: Context, step: int, low: float, high: float) -> Score:
     sandbox = await ctx.sandbox()
     async with AsyncExitStack() as stack:
         with ctx.pause_clock():
-            await ctx.charge_policy("sandbox", stack.enter_async_context(_grading_slots().acquire()))
+            await ctx.charge_policy("sandbox", stack.enter_async_context(open_grading_slots().acquire()))
         seconds = grading_budget(ctx.state["task"].steps[step], ctx.remaining)
         grade = await grader.grade(sandbox, ctx.state["prepared"], step, timeout=seconds)
     ctx.state["grades"].append(grade.score)

@@ -69,7 +69,7 @@ class BashRepl:
 
     def __init__(self, sandbox: Sandbox, functions: ReplFunctions, options: RlmOptions) -> None:
         self.functions = functions
-        self._sandbox = sandbox
+        self.sandbox = sandbox
         self._options = options
         self.secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
@@ -105,13 +105,13 @@ class BashRepl:
         return repl
 
     async def _start(self, placed: PlacedContext) -> None:
-        if not isinstance(self._sandbox, SupportsModelNetwork) or not self._sandbox.inside_url:
+        if not isinstance(self.sandbox, SupportsModelNetwork) or not self.sandbox.inside_url:
             raise SandboxError(
-                f"sandbox {self._sandbox.id} does not support the network 'model': use repl=python",
+                f"sandbox {self.sandbox.id} does not support the network 'model': use repl=python",
                 cause="sandbox.refused",
             )
-        port = int(self._sandbox.inside_url.rpartition(":")[2].rstrip("/"))
-        listener = self._sandbox.listener()
+        port = int(self.sandbox.inside_url.rpartition(":")[2].rstrip("/"))
+        listener = self.sandbox.listener()
         try:
             self._server = await asyncio.start_server(self.on_connection, sock=listener, backlog=1024)
         except BaseException:
@@ -126,19 +126,19 @@ class BashRepl:
             *self.functions.tools,
         ]
         for name in names:
-            await self._sandbox.write(f".rlm/{name}", script, mode=0o755)
-        result = await self._sandbox.exec(Command(argv=("bash", "-c", "pwd"), wall=20.0))
+            await self.sandbox.write(f".rlm/{name}", script, mode=0o755)
+        result = await self.sandbox.exec(Command(argv=("bash", "-c", "pwd"), wall=20.0))
         folder = result.stdout.decode("utf-8", "replace").strip()
         if not result.ok or "'" in folder:
             raise SandboxError(
-                f"bash in sandbox {self._sandbox.id} did not report its working directory: {result.detail}"
+                f"bash in sandbox {self.sandbox.id} did not report its working directory: {result.detail}"
             )
         context = f" CONTEXT='{folder}/{placed.name}'" if placed.name else ""
         commands = f"'{folder}/.rlm'"
         self._prologue = (
             f'case ":$PATH:" in *:{commands}:*) ;; *) export PATH={commands}:"$PATH"{context};; esac\n'
         )
-        self._shell = await self._sandbox.shell()
+        self._shell = await self.sandbox.shell()
         ready = await self._shell.run(f"{self._prologue}type llm", timeout=20.0)
         if not ready.ok:
             raise TaskError(f"the sandbox's bash cannot be used: {ready.stderr.decode('utf-8', 'replace')[:300]}")
@@ -180,7 +180,7 @@ class BashRepl:
 
     def _unrecoverable(self, why: str) -> WorkerRecoveryError:
         """Return the error for a shell that ended and cannot be replaced."""
-        error = WorkerRecoveryError(f"no new shell can be started in sandbox {self._sandbox.id}: {why}")
+        error = WorkerRecoveryError(f"no new shell can be started in sandbox {self.sandbox.id}: {why}")
         error.after_cell = self._scripts > 0
         return error
 
@@ -194,8 +194,8 @@ class BashRepl:
             await asyncio.wait(requests, timeout=END_SECONDS)
         if self._server is not None:
             with contextlib.suppress(SandboxError, OSError):
-                assert isinstance(self._sandbox, SupportsModelNetwork)
-                self._sandbox.refuse_connections()
+                assert isinstance(self.sandbox, SupportsModelNetwork)
+                self.sandbox.refuse_connections()
         if self._shell is not None:
             await self._shell.close()
 
@@ -295,7 +295,7 @@ class BashRepl:
             options, words = _parse_options(args, {"--system": str, "--max-tokens": int, "--batch": str})
             settings = (options.get("--system"), options.get("--max-tokens"))
             if "--batch" in options:
-                results = await functions.llm_batch(_parse_batch(stdin), *settings)
+                results = await functions.llm_batch(parse_batch(stdin), *settings)
                 return "\n".join(msgspec.json.encode(result.get("text")).decode() for result in results)
             return await functions.llm(_join_prompt(words, stdin), *settings)
         if name == "rlm":
@@ -358,7 +358,7 @@ def _join_prompt(words: list[str], stdin: str) -> str:
     return prompt
 
 
-def _parse_batch(stdin: str) -> list[str]:
+def parse_batch(stdin: str) -> list[str]:
     """Return the prompts in a batch file: the strings of a JSON list, or else one prompt per non-empty line.
 
     A line may be a JSON string.

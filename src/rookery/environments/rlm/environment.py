@@ -172,7 +172,7 @@ class RlmEnvironment(ToolEnvironment):
             messages,
             get_budget=lambda: tree.left(0),
             make_cut_error=lambda: Truncation("tokens", "the reply was cut at its token limit"),
-            on_cell=lambda result: self._on_cell(ctx, result, root=True),
+            on_cell=lambda result: self.on_cell(ctx, result, root=True),
             charge=lambda work: ctx.charge_policy("tool", work),
             context_tokens=self.options.context_tokens or ctx.limits.context,
         )
@@ -194,7 +194,7 @@ class RlmEnvironment(ToolEnvironment):
     async def restore(self, ctx: Context, rollout: Rollout, messages: Sequence[Message]) -> None:
         await super().restore(ctx, rollout, messages)  # `run` stores the answer of the REPL in the record
 
-    def _on_cell(self, ctx: Context, result: CellResult, *, root: bool) -> None:
+    def on_cell(self, ctx: Context, result: CellResult, *, root: bool) -> None:
         if root:
             ctx.tool_calls += 1
         names = ["cells" if root else "sub_cells", f"cells/{result.status}"]
@@ -231,7 +231,7 @@ class RlmEnvironment(ToolEnvironment):
                 self._first_messages([Message("user", request.prompt)], placed, request.depth),
                 get_budget=lambda: tree.left(request.depth),
                 make_cut_error=lambda: CallFailed("the sub-model's reply was cut at its token limit"),
-                on_cell=lambda result: self._on_cell(ctx, result, root=False),
+                on_cell=lambda result: self.on_cell(ctx, result, root=False),
                 charge=lambda work: ctx.charge_policy("tool", work),
                 context_tokens=self.options.context_tokens or ctx.limits.context,
             )

@@ -89,7 +89,7 @@ class PythonRepl:
         self, worker: Worker, functions: ReplFunctions, placed: PlacedContext, options: RlmOptions
     ) -> None:
         self.functions = functions
-        self._worker = worker
+        self.worker = worker
         self._placed = placed
         self._options = options
         self._losses_seen = 0
@@ -135,10 +135,10 @@ class PythonRepl:
 
     async def _run(self, code: str) -> CellResult:
         before = ""
-        if await self._worker.ready() != self._losses_seen:  # the state was lost between two cells
+        if await self.worker.ready() != self._losses_seen:  # the state was lost between two cells
             before = _describe_reload(*await self._load_context())
         self._cells_started += 1
-        cell = await self._worker.run(code)
+        cell = await self.worker.run(code)
         after = _describe_reload(*await self._load_context()) if cell.recovered == "reset" else ""
         notice = " ".join(filter(None, (before, cell.notice, after)))
         cell = msgspec.structs.replace(cell, notice=notice)
@@ -156,14 +156,14 @@ class PythonRepl:
         """
         load = f"context = {_LOAD_EXPRESSIONS[self._placed.kind].format(name=self._placed.name)}"
         # Loading has its own time limit, since the model did not ask for it.
-        cell = await self._worker.run(_PRELUDE + load, limits=CellLimits(wall=120.0))
-        self._losses_seen = self._worker.losses
+        cell = await self.worker.run(_PRELUDE + load, limits=CellLimits(wall=120.0))
+        self._losses_seen = self.worker.losses
         if cell.ok:
             return "", cell.notice
         return (cell.error or cell.detail or cell.status).strip().splitlines()[-1], cell.notice
 
     async def close(self) -> None:
-        await self._worker.close()
+        await self.worker.close()
 
 
 def _describe_reload(problem: str, notice: str) -> str:

@@ -181,17 +181,17 @@ class FamilyRenderer:
         self.failures = 0
         """Number of times that the family's code raised an exception while parsing or extending a reply."""
         self._count_lock = threading.Lock()
-        self._with_tool_names = name in _WITH_TOOL_NAMES
-        self._developer_role = "developer" if name in _WITH_DEVELOPER_ROLE else "system"
+        self.with_tool_names = name in _WITH_TOOL_NAMES
+        self.developer_role = "developer" if name in _WITH_DEVELOPER_ROLE else "system"
         self._generation_prompt = self._find_generation_prompt()
         self._probe_ids, self._later_probe_ids = tokenizer.encode(PROBE), tokenizer.encode(LATER_PROBE)
-        self._marker_ids = self._find_marker_ids()
+        self.marker_ids = self._find_marker_ids()
         self.text_markers: tuple[str, ...] = ()
         self.text_markers = tuple(marker for marker in _POSSIBLE_TEXT_MARKERS if self._is_text_marker(marker))
         self.has_bare_json_calls = bool(
             self.parse_ids((), tokenizer.encode('{"name": "a", "parameters": {}}'), ()).tool_calls
         )
-        self._marker_ids = tuple(marker for marker in self._marker_ids if not self._is_revoking(marker))
+        self.marker_ids = tuple(marker for marker in self.marker_ids if not self._is_revoking(marker))
         self._plan_cache: dict[tuple[tuple[int, ...], tuple[int, ...]], StreamPlan] = {}
         self.tool_prompt: str | None = None
         self.drops_tools = False
@@ -213,9 +213,7 @@ class FamilyRenderer:
         self.rejects_tools = self.drops_tools and not allowed
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], tool_choice: str | None) -> bytes:
-        converted = convert_messages(
-            messages, developer=self._developer_role, with_tool_names=self._with_tool_names
-        )
+        converted = convert_messages(messages, developer=self.developer_role, with_tool_names=self.with_tool_names)
         tool_schemas = convert_tools(tools, tool_choice)
         if tool_schemas and self.tool_prompt is not None:
             converted, tool_schemas = insert_tool_prompt(converted, tool_schemas, self.tool_prompt), None
@@ -259,7 +257,7 @@ class FamilyRenderer:
         answer = self._make_skeleton(ids)
         try:
             converted = convert_messages(
-                new_messages, developer=self._developer_role, with_tool_names=self._with_tool_names
+                new_messages, developer=self.developer_role, with_tool_names=self.with_tool_names
             )
             bridge = self.renderer.bridge_to_next_turn(
                 context, answer, converted, tools=convert_tools(tools, tool_choice)
@@ -357,14 +355,14 @@ class FamilyRenderer:
         result = self._plan_cache.get(key)
         if result is not None:
             return result, 0
-        cost = (len(skeleton) + 8) * (2 * len(self._marker_ids) + 1)
+        cost = (len(skeleton) + 8) * (2 * len(self.marker_ids) + 1)
         if cost > budget:
             return None, 0
 
         def parse(ids: Sequence[int]) -> Any:
             return self.parse_ids(context, ids, ())
 
-        result = make_stream_plan(parse, skeleton, self._marker_ids, self._probe_ids, self._later_probe_ids)
+        result = make_stream_plan(parse, skeleton, self.marker_ids, self._probe_ids, self._later_probe_ids)
         if len(self._plan_cache) >= MAX_CACHED_PLANS:
             self._plan_cache.clear()
         self._plan_cache[key] = result

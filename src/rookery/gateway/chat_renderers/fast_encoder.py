@@ -97,7 +97,7 @@ def build_fast_encoder(
     verdict_file = get_cache_directory() / "quick" / key
     if verdict_file.is_file():
         return encoder if verdict_file.read_bytes() == b"same\n" else None
-    agrees = _merges_agree(tokenizer_json["model"], model) and _texts_agree(reference_encode, encoder)
+    agrees = merges_agree(tokenizer_json["model"], model) and _texts_agree(reference_encode, encoder)
     _store_verdict(verdict_file, b"same\n" if agrees else b"other\n")
     return encoder if agrees else None
 
@@ -141,7 +141,7 @@ def _has_simple_added_tokens(added: list[dict[str, Any]], needs_nfc: bool) -> bo
     return not any(after.startswith(text) for text, after in pairwise(texts))
 
 
-def _merges_agree(state: dict[str, Any], model: Any) -> bool:
+def merges_agree(state: dict[str, Any], model: Any) -> bool:
     vocabulary: dict[str, int] = state["vocab"]
     merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in state["merges"]]
     merged = [vocabulary.get(left + right, -1) for left, right in merges]

@@ -54,8 +54,8 @@ class Tokenizer:
         self.folder = folder
         with wrap_errors(UsageError, f"the tokenizer in {folder} cannot be loaded", Exception):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            self._config = _read_config(folder)
-            self.chat_template = _read_template(folder, self._config)
+            self._config = read_config(folder)
+            self.chat_template = read_template(folder, self._config)
         self.name_or_path = read_origin(folder) or str(self._config.get("name_or_path") or "") or str(folder)
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens: dict[int, str] = {at: token.content for at, token in added.items()}
@@ -210,7 +210,7 @@ def open_tokenizer(tokenizer: str, template: str | None = None) -> Tokenizer:
     return result if template is None else result.with_template(template)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -220,7 +220,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return result
 
 
-def _read_template(folder: Path, config: dict[str, Any]) -> str:
+def read_template(folder: Path, config: dict[str, Any]) -> str:
     own = folder / "chat_template.jinja"
     if own.is_file():
         return own.read_text()

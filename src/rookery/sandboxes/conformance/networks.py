@@ -25,7 +25,7 @@ except urllib.error.URLError as error:
 """
 
 
-async def _serve_hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def serve_hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello")
@@ -39,7 +39,7 @@ async def _serve_hello(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 @asynccontextmanager
 async def _start_server() -> AsyncIterator[int]:
     """Start a server on the host's loopback interface; yield its port."""
-    async with await asyncio.start_server(_serve_hello, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(serve_hello, "127.0.0.1", 0) as server:
         yield server.sockets[0].getsockname()[1]
 
 
@@ -81,7 +81,7 @@ async def the_network_model_reaches_only_its_server(provider: Provider) -> None:
     async with _start_server() as port, open_sandbox(provider, spec) as sandbox:
         assert isinstance(sandbox, SupportsModelNetwork) and sandbox.inside_url.startswith("http://")
         assert (await _fetch(sandbox, sandbox.inside_url)).stderr.startswith(b"none "), "no server listens yet"
-        async with await asyncio.start_server(_serve_hello, sock=sandbox.listener(), backlog=1024):
+        async with await asyncio.start_server(serve_hello, sock=sandbox.listener(), backlog=1024):
             assert (await _fetch(sandbox, sandbox.inside_url)).stdout == b"hello"
             result = await _fetch(sandbox, f"http://127.0.0.1:{port}/")
             assert not result.ok and result.stderr.startswith(b"none "), result

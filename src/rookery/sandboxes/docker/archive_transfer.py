@@ -62,7 +62,7 @@ class ArchiveTransfer:
     async def upload(self, source: Path, target: str, inside: Path | None = None) -> None:
         names, existing = await self._resolve_target(target)
         with tempfile.TemporaryFile() as file:
-            await asyncio.to_thread(self._pack, file, source, inside, names, existing)
+            await asyncio.to_thread(self.pack, file, source, inside, names, existing)
             await self._put(file)
 
     async def download(self, source: str, target: Path, limit: int) -> None:
@@ -129,7 +129,7 @@ class ArchiveTransfer:
         for count in range(existing + 1, len(names)):
             tar.addfile(archives.make_member("/".join(names[:count]), tarfile.DIRTYPE, 0o755, self._uid))
 
-    def _pack(
+    def pack(
         self, file: IO[bytes], source: Path, inside: Path | None, names: tuple[str, ...], existing: int
     ) -> None:
         with tarfile.open(fileobj=file, mode="w") as tar:

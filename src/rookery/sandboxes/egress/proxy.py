@@ -212,7 +212,7 @@ class EgressProxy:
         loop = asyncio.get_running_loop()
         level = logging.WARNING
         while True:
-            while len(self._tasks) >= _connection_limit(len(self._resolver.proxies)):
+            while len(self._tasks) >= connection_limit(len(self._resolver.proxies)):
                 self._free.clear()
                 await self._free.wait()
             try:
@@ -225,7 +225,7 @@ class EgressProxy:
                 continue
             level = logging.WARNING
             sock.setblocking(False)
-            task = loop.create_task(self._serve(sock))
+            task = loop.create_task(self.serve(sock))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
             await asyncio.sleep(0)
@@ -236,7 +236,7 @@ class EgressProxy:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the egress proxy failed on a connection of a sandbox", exc_info=error)
 
-    async def _serve(self, sock: socket.socket) -> None:
+    async def serve(self, sock: socket.socket) -> None:
         client = ByteStream(sock)
         try:
             with contextlib.suppress(StreamEnded, OSError):  # the client closed or reset the connection
@@ -354,7 +354,7 @@ class EgressProxy:
         raise last
 
 
-def _connection_limit(count: int) -> int:
+def connection_limit(count: int) -> int:
     """Return how many connections each of `count` sandboxes may have.
 
     Together they may have a quarter of the process's limit of open files. Each sandbox may have at least

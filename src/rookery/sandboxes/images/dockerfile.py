@@ -126,7 +126,7 @@ class DockerfileSource(LocalSource):
         """Build the image in a container engine; return its ID."""
         context = self._staging / "context.tar"
         try:
-            self._pack(context)
+            self.pack(context)
         except OSError as error:
             raise self._failed(f"its build context cannot be read: {error.strerror or error}") from error
         path = api_path("build", dockerfile=self._file.name, q="0", rm="1", forcerm="1")
@@ -153,7 +153,7 @@ class DockerfileSource(LocalSource):
             raise self._failed("the container engine did not report the ID of the built image")
         return image_id
 
-    def _pack(self, archive: Path) -> None:
+    def pack(self, archive: Path) -> None:
         """Write the build context as a tar archive. Symbolic links are stored as links."""
         ignored = _read_ignore_patterns(self._file.parent)
         with tarfile.open(archive, "w") as tar:

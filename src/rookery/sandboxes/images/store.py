@@ -256,7 +256,7 @@ class ImageStore:
                         count += 1
         return count
 
-    def _records(self) -> list[ImageRecord]:
+    def list_records(self) -> list[ImageRecord]:
         found = (
             records.read_record(path, ImageRecord) for path in sorted((self.folder / "images").glob("*.json"))
         )
@@ -273,7 +273,7 @@ class ImageStore:
 
     def list_images(self) -> list[ImageSummary]:
         """Return all images of the store, the most recently used first."""
-        everything, names, held = self._records(), self._names(), file_locks.list_holders()
+        everything, names, held = self.list_records(), self._names(), file_locks.list_holders()
         owners: dict[str, int] = {}
         for record in everything:
             for layer in record.layers:
@@ -319,7 +319,7 @@ class ImageStore:
         busy = layers = freed = 0
         with removing_on_exit(detached), self.lock_store():  # the slow removal happens after the lock is released
             names = self._names()
-            everything = sorted(self._records(), key=lambda record: self._used(record, {})[0])
+            everything = sorted(self.list_records(), key=lambda record: self._used(record, {})[0])
             for record in everything:
                 own_names = [name for name in names if name.image == record.id]
                 unwanted = (unnamed and not own_names) or self._used(record, {})[0] < older
@@ -346,7 +346,7 @@ class ImageStore:
 
         Return the number of these layers and their bytes. The caller must hold the lock of the store.
         """
-        wanted = {layer for record in self._records() for layer in record.layers}
+        wanted = {layer for record in self.list_records() for layer in record.layers}
         count = total = 0
         found = {path.stem for path in (self.folder / "infos").glob("*.json")}
         for layer in sorted((found | {path.name for path in self.layers.iterdir()}) - wanted):

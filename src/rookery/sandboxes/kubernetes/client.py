@@ -184,7 +184,7 @@ class KubernetesClient:
                 yield page["items"][0] if page["items"] else None
             started = loop.time()
             try:
-                async for kind, changed in self._watch(path, {**selector, "resourceVersion": version}):
+                async for kind, changed in self.watch(path, {**selector, "resourceVersion": version}):
                     version = changed["metadata"]["resourceVersion"]
                     if kind != "BOOKMARK":
                         yield None if kind == "DELETED" else changed
@@ -203,7 +203,7 @@ class KubernetesClient:
                 refused = 0
             await asyncio.sleep(started + WATCH_PAUSE_SECONDS - loop.time())
 
-    async def _watch(self, path: str, query: Mapping[str, str]) -> "AsyncIterator[tuple[str, dict[str, Any]]]":
+    async def watch(self, path: str, query: Mapping[str, str]) -> "AsyncIterator[tuple[str, dict[str, Any]]]":
         """Yield the type and the object of each change, until the server ends the watch."""
         query = {**query, "watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         async with self._request("GET", path, None, query, "application/json", timeout=None) as response:

@@ -41,7 +41,7 @@ def find_library() -> NativeLibrary:
         return NativeLibrary("", "it needs root")
     if os.environ.get("ROOKERY_NATIVE") == "0":
         return NativeLibrary("", "ROOKERY_NATIVE is 0", "unset ROOKERY_NATIVE")
-    return _compile_once()
+    return compile_once()
 
 
 def library_path() -> Path:
@@ -57,7 +57,7 @@ def library_path() -> Path:
 
 
 @functools.cache
-def _compile_once() -> NativeLibrary:
+def compile_once() -> NativeLibrary:
     try:
         library = library_path()
         directory = library.parent

@@ -215,10 +215,10 @@ class LocalSandbox(NetworkedSandbox):
         identity = f"b{secrets.token_hex(8)}"
         super().__init__(identity, spec, leases.make_marker(home.run, identity), provider.forget)
         self._provider = provider
-        self._folder = provider.folder
+        self.folder = provider.folder
         self._home = home
         self._attempt = attempt
-        self._handle: SandboxHandle | None = None
+        self.handle: SandboxHandle | None = None
         self._keeper: KeeperClient | None = None
         self._acquired_image = acquired_image
         """The image of the sandbox if it comes from the image store; else None."""
@@ -235,8 +235,8 @@ class LocalSandbox(NetworkedSandbox):
     async def open(self, keeper: KeeperClient, snapshot: str = "") -> None:
         spec = self.spec
         path = leases.write_lease(
-            self._folder,
-            leases.create_lease(self.id, self._home.run, self._attempt, self.provider, self._folder / self.id),
+            self.folder,
+            leases.create_lease(self.id, self._home.run, self._attempt, self.provider, self.folder / self.id),
         )
         self._keeper = keeper
         handle = await keeper.create(
@@ -257,7 +257,7 @@ class LocalSandbox(NetworkedSandbox):
                 listen=PORT if spec.network in ("model", "allow") else 0,
             )
         )
-        self._handle = handle
+        self.handle = handle
         self.memory_limit_is_shared = bool(handle.memory_cgroup)
         self._oom = OomWatch(handle.memory_cgroup)
         self._peaks_before = read_peaks(handle.memory_cgroup)
@@ -279,25 +279,25 @@ class LocalSandbox(NetworkedSandbox):
         return os.path.realpath(self.spec.image) if self.spec.image else ""
 
     def duplicate_listener(self) -> socket.socket:
-        assert self._handle is not None
-        assert self._handle.listener is not None
-        return self._handle.listener.dup()
+        assert self.handle is not None
+        assert self.handle.listener is not None
+        return self.handle.listener.dup()
 
     def get_root(self) -> transfers.SandboxRoot:
         self._require_channel()
-        assert self._handle is not None
-        owner = self._handle.root_uid + self._uid if self._handle.root_uid >= 0 else -1
+        assert self.handle is not None
+        owner = self.handle.root_uid + self._uid if self.handle.root_uid >= 0 else -1
         work = tuple(Path(self._work).parts[1:])
         return transfers.SandboxRoot(
-            f"/proc/self/fd/{self._handle.root}/.", work, {"/": ()}, owner, _HIDDEN_DIRECTORIES
+            f"/proc/self/fd/{self.handle.root}/.", work, {"/": ()}, owner, _HIDDEN_DIRECTORIES
         )
 
     def get_cwd(self, command: Command) -> str:
         return os.path.join(self._work, command.cwd or "")  # noqa: PTH118  (a program's own text)
 
     async def resolve_user(self, user: str) -> CommandUser:
-        assert self._handle is not None
-        if self._handle.root_uid < 0 and not self.is_default_user(user):
+        assert self.handle is not None
+        if self.handle.root_uid < 0 and not self.is_default_user(user):
             raise SandboxError(
                 f"a command cannot run as {user!r}: this sandbox has a single user; run Rookery as root for more",
                 cause="sandbox.refused",
@@ -305,23 +305,23 @@ class LocalSandbox(NetworkedSandbox):
         return await super().resolve_user(user)
 
     def count_limit_hits(self) -> tuple[int, int]:
-        directory = self._handle.memory_cgroup if self._handle is not None else ""
+        directory = self.handle.memory_cgroup if self.handle is not None else ""
         if not directory:
             return 0, 0
         pids_directory = cgroups.find_pids_directory(directory)
         return cgroups.count_oom_kills(directory), cgroups.count_refused_forks(pids_directory)
 
     def get_memory_cgroup(self) -> str:
-        return self._handle.memory_cgroup if self._handle is not None else ""
+        return self.handle.memory_cgroup if self.handle is not None else ""
 
     def prepare_job(self, job: Job) -> Job:
-        assert self._handle is not None
-        job.cgroup = self._handle.memory_cgroup
+        assert self.handle is not None
+        job.cgroup = self.handle.memory_cgroup
         job.get_disk_fd = self._get_root_fd
         return job
 
     def _get_root_fd(self) -> int:
-        return -1 if self._handle is None or self._closing is not None else self._handle.root
+        return -1 if self.handle is None or self._closing is not None else self.handle.root
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
         handle, keeper = await self._require_overlay()
@@ -351,26 +351,26 @@ class LocalSandbox(NetworkedSandbox):
 
     async def _require_overlay(self) -> tuple[SandboxHandle, KeeperClient]:
         await self._require_alive()
-        if self._handle is None or self._keeper is None or self._handle.layer < 0:
+        if self.handle is None or self._keeper is None or self.handle.layer < 0:
             self._refuse("take snapshots on this kernel")
-        return self._handle, self._keeper
+        return self.handle, self._keeper
 
     def close_files(self) -> None:
-        if self._handle is not None and self._keeper is not None:
+        if self.handle is not None and self._keeper is not None:
             # Closed first: the process that closes the last descriptor waits for the kernel to unmount the files.
-            self._handle.close_files()
+            self.handle.close_files()
             # The kernel kills everything at once; pid 1 would first have to win against a fork bomb.
-            self._keeper.end(self._handle.name)
+            self._keeper.end(self.handle.name)
 
     async def clean_up(self) -> None:
-        if self._handle is not None:
-            self._handle.close_listener()
+        if self.handle is not None:
+            self.handle.close_listener()
             if self.channel is None:
-                self._handle.close_channel()
-        if self._handle is None or self._keeper is None or self._keeper.dead.done():
+                self.handle.close_channel()
+        if self.handle is None or self._keeper is None or self._keeper.dead.done():
             # Without a sandbox or a keeper, nobody else deletes the lease.
-            leases.lease_path(self._folder, self.id).unlink(missing_ok=True)
-        self._handle = None
+            leases.lease_path(self.folder, self.id).unlink(missing_ok=True)
+        self.handle = None
         if self._acquired_image is not None:
             self._acquired_image.release()
 

@@ -123,7 +123,7 @@ class ServiceProvider:
     def __init__(self, service: SandboxService, home: ProviderHome) -> None:
         self.name = service.name
         self.isolated = service.isolated
-        self._service = service
+        self.service = service
         self._home = home
         self._hosts: set[RemoteHost] = set()
         self._creating = asyncio.Semaphore(MAX_CREATING)
@@ -136,7 +136,7 @@ class ServiceProvider:
             problems.append(f"The {self.name} provider has no network with an allow-list.")
         if spec.mounts or spec.read_only or spec.user is not None:
             problems.append(f"The {self.name} provider supports no mounts, users and read-only file systems.")
-        return [*problems, *self._service.check(spec)]
+        return [*problems, *self.service.check(spec)]
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> RemoteSandbox:
         if problems := self.check(spec):
@@ -170,7 +170,7 @@ class ServiceProvider:
         problem: Exception | None = None
         while True:
             try:
-                return await self._service.create(spec, labels=labels, lifetime=LIFETIME_SECONDS)
+                return await self.service.create(spec, labels=labels, lifetime=LIFETIME_SECONDS)
             except asyncio.CancelledError as error:
                 error.__cause__ = error.__cause__ or problem
                 raise
@@ -196,7 +196,7 @@ class ServiceProvider:
         name = f"{self.name} {machine}"
 
         async def open_program(arguments: Sequence[str]) -> Connection:
-            work = self._service.exec(machine, ["sh", "-c", bootstrap.FIND_PYTHON, "sh", *arguments])
+            work = self.service.exec(machine, ["sh", "-c", bootstrap.FIND_PYTHON, "sh", *arguments])
             return await _convert_errors(work, f"{name} cannot run programs")
 
         # The files of a machine that is not isolated are also those of others.
@@ -241,7 +241,7 @@ class ServiceProvider:
         while True:
             await asyncio.sleep(LIFETIME_SECONDS / 3)
             try:
-                await self._service.extend(machine, lifetime=LIFETIME_SECONDS)
+                await self.service.extend(machine, lifetime=LIFETIME_SECONDS)
             except Exception as error:  # noqa: BLE001  (tried again; the loss of the machine is noticed elsewhere)
                 _log.warning("%s did not extend the lifetime of %s: %s", self.name, machine, describe(error))
 
@@ -250,7 +250,7 @@ class ServiceProvider:
         end, wait = time.monotonic() + DELETE_SECONDS, MIN_WAIT
         while True:
             try:
-                await self._service.delete(machine)
+                await self.service.delete(machine)
             except Exception as error:  # noqa: BLE001  (the sandbox is closed in any case)
                 if time.monotonic() + wait > end:
                     _log.warning("%s did not delete %s, which ends later: %s", self.name, machine, describe(error))
@@ -264,7 +264,7 @@ class ServiceProvider:
     async def _delete_by_label(self, identity: str) -> None:
         """Delete the machine that was being created for a sandbox, if it exists."""
         try:
-            for machine, labels in (await self._service.list(LABEL)).items():
+            for machine, labels in (await self.service.list(LABEL)).items():
                 if labels.get(LABEL) == identity:
                     await self._delete(machine)
         except Exception as error:  # noqa: BLE001  (the cause of the failed creation is raised)
@@ -274,7 +274,7 @@ class ServiceProvider:
         try:
             await asyncio.gather(*(host.close() for host in list(self._hosts)))
         finally:
-            await self._service.close()
+            await self.service.close()
 
     def _run_apart(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` to its end on an event loop of its own, in a thread, because the caller may have one."""
@@ -284,7 +284,7 @@ class ServiceProvider:
                 async with asyncio.timeout(DELETE_SECONDS):
                     return await work()
             finally:
-                await self._service.close()
+                await self.service.close()
 
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(asyncio.run, use_once()).result()
@@ -293,13 +293,13 @@ class ServiceProvider:
 
     def diagnose(self) -> Sequence[MachineCheck]:
         try:
-            machines = self._run_apart(self._list)
+            machines = self._run_apart(self.list_machines)
         except Exception as error:  # noqa: BLE001  (a finding)
             return [MachineCheck(self.name, "info", f"the service cannot be used: {describe(error)}")]
         return [MachineCheck(self.name, "ok", f"the service answers; {len(machines)} sandboxes exist")]
 
-    async def _list(self) -> Mapping[str, Mapping[str, str]]:
-        return await self._service.list(LABEL)
+    async def list_machines(self) -> Mapping[str, Mapping[str, str]]:
+        return await self.service.list(LABEL)
 
     def reap_home(self, *, force: bool) -> list[str]:
         home = _home_hash(self._home.folder)
@@ -313,9 +313,9 @@ class ServiceProvider:
 
     def _reap(self, wanted: Callable[[Mapping[str, str]], bool]) -> list[str]:
         async def reap() -> list[str]:
-            found = await self._service.list(LABEL)
+            found = await self.service.list(LABEL)
             chosen = [machine for machine, labels in found.items() if wanted(labels)]
-            await asyncio.gather(*(self._service.delete(machine) for machine in chosen))
+            await asyncio.gather(*(self.service.delete(machine) for machine in chosen))
             return chosen
 
         try:

@@ -158,7 +158,7 @@ class SweGrader:
             mode=mode,
             prepared=prepared,
             deadline=deadline,
-            wall=_get_wall_time(self._task.steps[step].verifier.timeout, timeout),
+            wall=get_wall_time(self._task.steps[step].verifier.timeout, timeout),
             open_sandbox=self._open,
             low=self._low,
             high=self._high,
@@ -583,7 +583,7 @@ class _StepGrading:
                 return None
 
 
-def _get_wall_time(requested: float, total: float) -> float:
+def get_wall_time(requested: float, total: float) -> float:
     """Return the seconds that one execution of the tests may take, so that all of a grading fit into `total`.
 
     The result is at most `requested`, but at least 1.

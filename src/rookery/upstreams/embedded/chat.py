@@ -103,7 +103,7 @@ def answer(ids: Sequence[int], begun: str = "", *, at: int = 0) -> Message:
     return Message(
         "assistant",
         content if content or not calls else None,
-        tuple(_call(text, f"call_{at}_{number}") for number, text in enumerate(calls)),
+        tuple(parse_call(text, f"call_{at}_{number}") for number, text in enumerate(calls)),
     )
 
 
@@ -111,7 +111,7 @@ ENDS: Final = frozenset({BEGIN, END, SYSTEM, USER, ASSISTANT, TOOL, TOOLS, PAD})
 """Tokens that end a reply: `<end>`, and every token that would start another message."""
 
 
-def _call(text: str, call_id: str) -> ToolCall:
+def parse_call(text: str, call_id: str) -> ToolCall:
     name, brace, rest = text.partition("{")
     return ToolCall(call_id, name, brace + rest)
 

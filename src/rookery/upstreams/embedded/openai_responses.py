@@ -176,7 +176,7 @@ class ChoiceStream:
                 choice["prompt_token_ids"] = self._prepared.prompt
         if not parsed.chat:
             return before + self._builder.chunk([{**choice, "text": delta.text}])
-        *earlier, final = _deltas(delta) or [{}]
+        *earlier, final = to_chunk_deltas(delta) or [{}]
         for one in earlier:
             earlier_choice = {"index": self._number, "delta": one, "logprobs": None, "finish_reason": None}
             before += self._builder.chunk(
@@ -213,7 +213,7 @@ def token_name(token: int) -> str:
     return chr(token) if token < 128 else f"bytes:\\x{token:02x}"
 
 
-def _deltas(delta: DecodedDelta) -> list[dict[str, Any]]:
+def to_chunk_deltas(delta: DecodedDelta) -> list[dict[str, Any]]:
     """Return the chat deltas for one piece of a reply: its text, then one for each piece of a tool call."""
     deltas: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
     return deltas + [{"tool_calls": [{"index": call.index, **_call(call)}]} for call in delta.calls]
