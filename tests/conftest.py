@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -232,7 +233,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     processes, mounts = session.config.stash[_BEFORE]
-    left = _our_processes() - processes
+    end = time.monotonic() + 60
+    # What a test killed may still be ending.
+    while (left := _our_processes() - processes) or _count_mounts() > mounts:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
     if left or _count_mounts() > mounts:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")

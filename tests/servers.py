@@ -9,11 +9,13 @@
 """
 
 import asyncio
+import secrets
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import orjson
@@ -260,6 +262,20 @@ async def unreachable_url() -> AsyncIterator[str]:
     """Yield the URL of a port that refuses connections."""
     with closed_port() as port:
         yield f"http://127.0.0.1:{port}"
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens, for a program that is told its port.
+
+    It is below the range from which the system takes the ports of connections and of listeners without a port, so
+    that none of these takes it before the program listens.
+    """
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = end // 2 + secrets.randbelow(end // 2)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from tests.engine.test_crash import start  # noqa: F401  (a fixture)
 from tests.processes import cmdline, descendants, send_signal
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.long
 Launch = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
@@ -212,7 +212,7 @@ async def test_node_with_a_full_disk_is_fenced_and_joins_again_when_there_is_spa
 async def test_labelled_tasks_run_on_their_node_and_delay_no_others(
     model: HeldModel, tmp_path: Path, nodes: Path
 ) -> None:
-    options = {"retry": RetryPolicy(attempts=1), "limits": Limits(queue=8.0), "concurrency": 4}
+    options = {"retry": RetryPolicy(attempts=1), "limits": Limits(queue=20.0), "concurrency": 4}
     tasks = [{"prompt": "none", "node_labels": {"zone": "nowhere"}} for _ in range(3)]
     tasks += [{"prompt": f"question {n}", "node_labels": {"node": "node-2"}} for n in range(9)]
     tasks += [{"prompt": f"question {n}"} for n in range(9)]

@@ -20,7 +20,7 @@ from tests.engine.conftest import events, records
 from tests.processes import cmdline, descendants
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(240), pytest.mark.needs("network namespaces")]
+pytestmark = [pytest.mark.long, pytest.mark.needs("network namespaces")]
 
 
 class Link:

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import pytest
 
 from tests.cli.helpers import environ
 from tests.docs.test_docs import ROOT
+from tests.servers import free_port
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 LEFT_OUT = {
@@ -35,12 +35,7 @@ INSTALLATION = ("pip install", ". .venv/bin/activate")
 SECONDS = 300
 
 
-def find_free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-PORT = find_free_port()
+PORT = free_port()
 
 
 def read_steps(page: Path) -> Iterator[tuple[str, str]]:

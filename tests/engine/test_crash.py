@@ -60,7 +60,6 @@ async def start() -> AsyncIterator[Launch]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.timeout(180)
 async def test_sigkill_at_any_moment_loses_duplicates_and_leaves_nothing(
     model: ModelServer, tmp_path: Path, start: Launch, seed: int
 ) -> None:

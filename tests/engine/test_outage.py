@@ -11,7 +11,7 @@ from rookery.core import Completed, Failed, Group, RookeryError, UsageError
 from rookery.engine.config import EngineConfig
 from tests.engine.conftest import QUICK, events
 from tests.gateway.chat_renderers.kit import TOKENIZERS
-from tests.servers import Answer, ModelServer, closed_port
+from tests.servers import Answer, ModelServer, free_port
 from tests.waiting import wait_until
 
 
@@ -120,8 +120,7 @@ async def test_stream_closed_during_an_outage_check_is_cancelled(tmp_path: Path)
 @pytest.mark.long
 async def test_run_waits_at_the_start_for_a_server_that_is_not_ready(tmp_path: Path) -> None:
     server = ModelServer("ok")
-    with closed_port() as port:
-        server.port = port
+    server.port = free_port()
     starting = asyncio.create_task(
         build_engine(f"http://127.0.0.1:{server.port}", tmp_path, wait_for_upstream=60.0).__aenter__()
     )

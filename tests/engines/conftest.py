@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.servers import free_port
 from tests.waiting import block_until
 
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
@@ -111,12 +111,6 @@ class RunningEngine:
         self.process.wait()
         assert self.process.stdin is not None
         self.process.stdin.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_vllm(log: Path, port: int | None = None, *flags: str) -> RunningEngine:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from rookery.gateway.tunnels import Tunnel, make_tunnel
 from rookery.sandboxes.ssh_provider import OPTIONS_VARIABLE, PYTHON_VARIABLE
 from tests.gateway.shard_kit import HI, openai_client, run_gateway
 from tests.processes import cmdline, descendants, send_signal
-from tests.servers import Answer, ModelServer
+from tests.servers import Answer, ModelServer, free_port
 from tests.ssh_server import SshServer, needs_ssh
 from tests.waiting import wait_until
 
@@ -51,7 +50,7 @@ def short_reconnect_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 async def healthy(url: str) -> bool:
     try:
-        timeout = aiohttp.ClientTimeout(total=5)
+        timeout = aiohttp.ClientTimeout(total=30)
         async with aiohttp.ClientSession(timeout=timeout) as http, http.get(f"{url}/nowhere") as answer:
             return answer.status in (401, 404)  # both statuses come from the gateway
     except (aiohttp.ClientError, OSError, TimeoutError):
@@ -87,7 +86,9 @@ async def test_lost_tunnel_is_reopened_at_the_same_address(server: SshServer) ->
         open_tunnel(make_tunnel("ssh:here", gateway.address.port)) as url,
     ):
         assert await healthy(url)
-        send_signal(ssh_pids(), signal.SIGKILL)
+        killed = ssh_pids()
+        send_signal(killed, signal.SIGKILL)
+        await wait_until(lambda: not ssh_pids() & killed)
         await wait_until(lambda: healthy(url))
         server.stop()  # the remote machine goes down and comes back
         await wait_until(not_healthy(url))
@@ -134,8 +135,9 @@ async def test_machine_without_a_suitable_python_gets_a_forwarded_port(
         open_tunnel(make_tunnel("ssh:here", gateway.address.port)) as url,
     ):
         assert await healthy(url)
-        send_signal(ssh_pids(), signal.SIGKILL)
-        await wait_until(not_healthy(url))
+        killed = ssh_pids()
+        send_signal(killed, signal.SIGKILL)
+        await wait_until(lambda: not ssh_pids() & killed)
         await wait_until(lambda: healthy(url))
 
 
@@ -148,9 +150,7 @@ def not_healthy(url: str) -> Callable[[], Awaitable[bool]]:
 
 @needs_ssh
 async def test_tunnel_ends_with_the_process_that_opened_it(server: SshServer, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     program = f"""
 import asyncio
 from rookery.gateway.tunnels import SshTunnel

@@ -19,7 +19,7 @@ from rookery.training.rows import make_rows
 from tests.adapters.kit import ScriptedEnvironment, bigram_gradient, make_task, save_model
 from tests.training.kit import group, rollout, segment
 
-pytestmark = [pytest.mark.needs("areal"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.needs("areal")
 
 ROOT = Path(__file__).parents[3]
 END = 257

@@ -23,7 +23,7 @@ from rookery.journal import RunReader, load_segments
 from tests.adapters.kit import ScriptedEnvironment, bigram_gradient, make_task
 from tests.adapters.trl_kit import tiny
 
-pytestmark = [pytest.mark.needs("skyrl"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.needs("skyrl")
 
 ROOT = Path(__file__).parents[3]
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -33,7 +32,7 @@ from tests.environments.agent.helpers import (
 )
 from tests.gateway.test_tunnels import server, short_reconnect_wait, ssh_pids
 from tests.processes import send_signal
-from tests.servers import Answer, ModelServer, Request
+from tests.servers import Answer, ModelServer, Request, free_port
 from tests.ssh_server import SshServer, needs_ssh
 from tests.waiting import wait_until
 
@@ -56,13 +55,6 @@ print(messages[-2]["content"])
 """Makes two calls and retries each one that gets no response, as clients do."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def get_url(rollout: Any) -> str:
     return str(rollout.info["agents"][0]["stdout"].splitlines()[0])
 
@@ -79,7 +71,7 @@ def tried(url, key, method="POST"):
     headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
     request = urllib.request.Request(url, body if method == "POST" else None, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
