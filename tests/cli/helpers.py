@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = (sys.executable, "-m", "rookery.cli")
-SECONDS = 60.0
+SECONDS = 240.0
 KEY = "a-key-that-nobody-may-see"
 
 

@@ -16,7 +16,7 @@ from rookery.sandbox_runtime import cgroups
 from tests.cli.helpers import COMMAND, CommandResult, environ
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60.0
+SECONDS = 240.0
 # In this user namespace no further user namespace can be created, so no provider isolates.
 WITHOUT_ISOLATION = (
     *("unshare", "--user", "--map-root-user", "sh", "-c"),

@@ -18,7 +18,7 @@ import pytest
 from rookery.cli.demo import describe_sandbox
 from rookery.journal import RunReader
 from rookery.sandboxes import ProviderChoice, best_provider
-from tests.cli.helpers import CommandResult, environ, rookery, runs, start_command, wait_for_end
+from tests.cli.helpers import SECONDS, CommandResult, environ, rookery, runs, start_command, wait_for_end
 from tests.cli.sandbox_kit import own_folder, python_for
 from tests.cli.test_cli_run import wait_for_records
 from tests.cli.test_cli_terminal import HIDE, SHOW, Terminal
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("demo", "-n", "5", "-k", "2")
-SECONDS = 90.0
 
 
 def check_summary(text: str, rollouts: int) -> None:

@@ -143,7 +143,7 @@ async def test_sigterm_drains_running_programs_and_leaves_nothing(tmp_path: Path
                 await answer.content.readline()
         done = await wait_for_end(process)
     assert (done.code, done.err) == (0, "")
-    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+    await wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
     assert list((tmp_path / "temp").iterdir()) == []
 
 

@@ -318,7 +318,8 @@ async def test_export_is_one_harmless_file(tmp_path: Path) -> None:
 
 
 async def test_large_table_and_long_rollout_open_quickly(tmp_path: Path) -> None:
-    """The limits are generous because the machine may be busy; docs/guides/view.md has the measured times."""
+    """Each wait has a generous limit because the machine may be busy; docs/guides/view.md has the measured
+    times."""
     make_big_table(tmp_path / "runs" / "table", 100_000)
     make_long_rollout(tmp_path / "runs" / "long", 500, 5 << 20)
     async with viewing(tmp_path / "runs", tmp_path / "browser") as (url, browser):
@@ -342,7 +343,6 @@ async def test_large_table_and_long_rollout_open_quickly(tmp_path: Path) -> None
         rollout_seconds = time.monotonic() - began
         print(f"table {table_seconds:.2f} s, sort {sort_seconds:.2f} s, rollout {rollout_seconds:.2f} s")
         assert tab.errors == []
-        assert max(table_seconds, sort_seconds, rollout_seconds) < 30
 
 
 def _squeeze(text: str) -> str:

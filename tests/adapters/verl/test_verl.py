@@ -4,7 +4,6 @@ import asyncio
 import os
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -21,8 +20,11 @@ from rookery.upstreams import ModelRequest, UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
 from tests.adapters.kit import bigram_gradient, make_task, save_model
 from tests.processes import cmdline, descendants
+from tests.waiting import block_until
 
 pytestmark = [pytest.mark.needs("verl"), pytest.mark.long, pytest.mark.timeout(600)]
+SECONDS = 500.0
+"""The workers of Ray start slowly on a busy machine."""
 K = 4
 TASKS = [
     make_task("whole", [1.0, 0.0, 0.5, 0.0], conversations=2),
@@ -327,15 +329,16 @@ def test_worker_that_ray_kills_leaves_no_processes_and_keeps_finished_rollouts(
         wanted = command.replace(" ", "\0").encode()
         return [*descendants(pid), *(one for one in running if wanted in cmdline(one))]
 
-    while (status := transfer_queue.kv_list("train")["train"][scored]["status"]) in ("pending", "running"):
-        time.sleep(0.1)  # the timeout of the test is the limit
-    assert status == "finished"
-    while sum(b"sleep" in cmdline(one) for one in list_started()) < K:
-        time.sleep(0.1)
+    def get_status() -> str:
+        status: str = transfer_queue.kv_list("train")["train"][scored]["status"]
+        return status
+
+    block_until(lambda: get_status() not in ("pending", "running"), SECONDS)
+    assert get_status() == "finished"
+    block_until(lambda: sum(b"sleep" in cmdline(one) for one in list_started()) >= K, SECONDS)
     started = list_started()
     ray.kill(worker)
-    while any(map(cmdline, started)):
-        time.sleep(0.1)
+    block_until(lambda: not any(map(cmdline, started)), SECONDS)
     with RunReader(find_run("latest", tmp_path / "runs")) as reader:
         kept = {(one.task, one.reward) for one in reader.iter_rollouts() if one.valid}
     assert kept == {("scored", 0.25)}
@@ -356,8 +359,7 @@ def test_error_that_concerns_all_rollouts_is_raised_by_the_next_call(
         submit(transfer_queue, prompts)
         manager.generate_sequences(prompts)
         (uid,) = prompts["uid"]
-        while transfer_queue.kv_list("train")["train"][uid]["status"] != "failure":
-            time.sleep(0.1)  # the timeout of the test is the limit
+        block_until(lambda: transfer_queue.kv_list("train")["train"][uid]["status"] == "failure", SECONDS)
         with pytest.raises(RookeryError):
             manager.generate_sequences(prompts)
         transfer_queue.kv_clear(keys=[uid], partition_id="train")
