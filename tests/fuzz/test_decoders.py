@@ -46,6 +46,7 @@ from rookery.upstreams import ModelRequest, llamacpp, openai, sglang, vllm
 from rookery.upstreams.format import About, ErrorReply, Format, ReplyFormatError
 from rookery.upstreams.hang_detector import parse_engine_load
 from rookery.upstreams.openai_format import decode_reply
+from rookery.upstreams.registry import list_load_metrics
 from rookery.upstreams.sse import Events, EventTooLong
 from rookery.workers.cell_report import CellReport, build_cell
 from rookery.workers.limits import WorkerLimits
@@ -379,7 +380,7 @@ def test_engine_metrics_parser_survives_fuzzing() -> None:
         b'# TYPE x gauge\nvllm:num_requests_running{engine="0",model_name="m"} 3.0\nvllm:num_requests_waiting 1\n',
         b'vllm:generation_tokens_total{model_name="m"} 1e5\nsglang:num_running_reqs{a="\\"}"} 2\n',
     ]
-    fuzz(mutated(seeds) | st.binary(max_size=200), parse_engine_load)
+    fuzz(mutated(seeds) | st.binary(max_size=200), lambda text: parse_engine_load(text, list_load_metrics()))
 
 
 # ---- datasets

@@ -20,6 +20,7 @@ from rookery.upstreams.hang_detector import (
 )
 from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.protocol import Delta
+from rookery.upstreams.registry import list_load_metrics
 from tests.engine_standins import EngineName, standin
 from tests.servers import Answer, ModelServer, raw_server
 from tests.upstreams.engines import DONE, Engine, Play, event
@@ -121,8 +122,9 @@ def test_metrics_are_summed_over_ranks() -> None:
         b'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
         b'vllm:num_requests_waiting{engine="0"} 4.0\nvllm:generation_tokens_total{engine="0"} 10.0\n'
     )
-    assert parse_engine_load(text) == EngineLoad(3.0, 4.0, 10.0)
-    assert parse_engine_load(b"<html>not metrics</html>\n\xff") is None
+    known = list_load_metrics()
+    assert parse_engine_load(text, known) == EngineLoad(3.0, 4.0, 10.0)
+    assert parse_engine_load(b"<html>not metrics</html>\n\xff", known) is None
 
 
 def test_server_without_metrics_may_serve_one_request_at_a_time() -> None:

@@ -67,7 +67,7 @@ def _describe(point: EntryPoint) -> Plugin:
 
     description = error = ""
     try:
-        description = _first_line(point.load())
+        description = _first_paragraph(point.load())
     except Exception as raised:  # noqa: BLE001  (a broken plug-in must not hide the others)
         error = describe(raised)
     dist = point.dist
@@ -81,12 +81,12 @@ def _describe(point: EntryPoint) -> Plugin:
     )
 
 
-def _first_line(value: Any) -> str:
-    """Return the first line of an object's docstring. For a mapping, return its entry `about`."""
+def _first_paragraph(value: Any) -> str:
+    """Return the first paragraph of an object's docstring, as one line; of a mapping, its entry `about`."""
     if isinstance(value, Mapping):
         return str(value.get("about", ""))
     described = value if hasattr(value, "__name__") else type(value)
-    return (described.__doc__ or "").strip().partition("\n")[0]
+    return " ".join((described.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
 def _read_launcher_files() -> Iterator[Plugin]:
@@ -101,7 +101,7 @@ def _read_launcher_files() -> Iterator[Plugin]:
         )
 
 
-_HELP = """List the installed plug-ins: their group, their package and the first line of their docstring.
+_HELP = """List the installed plug-ins: their group, their package and the start of their docstring.
 
 A package adds a plug-in with an entry point in one of the groups listed here.
 """

@@ -174,7 +174,7 @@ class Executor:
         self._missing_tokens_reported = True
         detail = (
             f"the inference engine {redact(replica) or 'of the policy'} returns no token IDs: rollouts are scored "
-            "but cannot train. Use one that returns them (--upstream-kind vllm or sglang), render the prompts "
+            "but cannot train. Use one that returns them (such as vLLM or SGLang), render the prompts "
             "in Rookery (--record tokens --tokenizer NAME), or pass --record plain for an evaluation"
         )
         self.send(RunnerEvent(NO_TOKENS, {"detail": detail}))

@@ -44,6 +44,7 @@ from rookery.sandboxes.protocol import (
     SupportsKillAll,
     SupportsLimitCounters,
     SupportsModelNetwork,
+    SupportsUsage,
 )
 from rookery.sandboxes.reaper import reap
 
@@ -74,6 +75,7 @@ __all__ = [
     "SupportsKillAll",
     "SupportsLimitCounters",
     "SupportsModelNetwork",
+    "SupportsUsage",
     "best_provider",
     "diagnose_providers",
     "has_own_loopback",

@@ -430,7 +430,7 @@ class _BatchBuilder:
         if turns:
             raise BatchError(
                 f"the inference engine returned no token IDs for {turns} turns, so nothing can train: use one "
-                "that returns them (upstream kind vllm or sglang), or record='tokens' with the model's tokenizer"
+                "that returns them (such as vLLM or SGLang), or record='tokens' with the model's tokenizer"
             )
         if self.tally["without_ids"]:
             raise BatchError(

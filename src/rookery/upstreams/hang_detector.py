@@ -25,6 +25,8 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 import msgspec
 
 from rookery.core.lifetimes import detached_context
+from rookery.upstreams.protocol import LoadMetrics
+from rookery.upstreams.registry import list_load_metrics
 from rookery.upstreams.replica import CallProgress, Failure, Replica
 
 SILENT_SECONDS: Final = 30.0
@@ -47,14 +49,6 @@ USUAL_TIMES: Final = 3.0
 """A call takes unusually long if it lasts at least this many times the longest earlier call of its replica."""
 MAX_EXAMINATION_SECONDS: Final = HEALTH_SECONDS * 3 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
 
-_RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
-_WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
-_TOKENS: Final = (
-    "vllm:generation_tokens_total",
-    "vllm:prompt_tokens_total",
-    "sglang:generation_tokens_total",
-    "sglang:prompt_tokens_total",
-)
 
 Verdict: TypeAlias = Literal["hung", "working"]
 Reason: TypeAlias = Literal[
@@ -197,7 +191,15 @@ class HangDetector:
     One instance serves all replicas of one upstream, in one event loop.
     """
 
-    def __init__(self, health_path: str, model: Callable[[], str], pause_paths: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        health_path: str,
+        model: Callable[[], str],
+        pause_paths: tuple[str, ...] = (),
+        load_metrics: LoadMetrics | None = None,
+    ) -> None:
+        """`load_metrics` are the metrics of the kind of server; None means those of every installed kind."""
+        self._load_metrics = load_metrics
         self._health_path = health_path
         self._pause_paths = pause_paths
         self._model = model
@@ -365,7 +367,10 @@ class HangDetector:
             answer = await replica.exchange("/metrics", None, seconds=HEALTH_SECONDS)
         except Failure:
             return None
-        return parse_engine_load(answer.body) if answer.status == 200 else None
+        if answer.status != 200:
+            return None
+        own = self._load_metrics
+        return parse_engine_load(answer.body, (own,) if own else await asyncio.to_thread(list_load_metrics))
 
     async def _sample(self, replica: Replica) -> str:
         """Request one token, and return the value for `ReplicaReport.sample`.
@@ -398,35 +403,31 @@ class HangDetector:
         return report.health == "ok" and (bool(report.new_tokens) or report.sample in ("answered", "refused"))
 
 
-def parse_engine_load(text: bytes) -> EngineLoad | None:
-    """Parse Prometheus metrics of vLLM or SGLang. Return the load, summed over data-parallel ranks, or None if the
-    text has no metric of theirs.
+def parse_engine_load(text: bytes, kinds: Iterable[LoadMetrics]) -> EngineLoad | None:
+    """Parse the Prometheus metrics of an inference engine of one of these kinds.
 
-    Both process many requests concurrently, so that one of them that leaves a short request unanswered hangs.
+    Return the load, summed over data-parallel ranks, or None if the text has no metric of these kinds.
     """
+    names = {name for kind in kinds for name in (kind.running, kind.waiting, *kind.tokens)}
     found: dict[str, float] = {}
     for line in text.decode("utf-8", "replace").splitlines():
         if line.startswith("#"):
             continue
         labelled, _, value = line.strip().rpartition(" ")
         name = labelled.partition("{")[0].strip()
-        if name in _RUNNING or name in _WAITING or name in _TOKENS:
+        if name in names:
             try:
                 found[name] = found.get(name, 0.0) + float(value)
             except ValueError:
                 continue
-    running = _first(found, _RUNNING)
-    if running is None:
-        return None
-    counts = [found[name] for name in _TOKENS if name in found]
-    return EngineLoad(running, _first(found, _WAITING) or 0.0, sum(counts) if counts else None)
+    for kind in kinds:
+        if kind.running in found:
+            counts = [found[name] for name in kind.tokens if name in found]
+            return EngineLoad(found[kind.running], found.get(kind.waiting, 0.0), sum(counts) if counts else None)
+    return None
 
 
 def _count_new_tokens(first: EngineLoad, last: EngineLoad | None) -> float | None:
     if last is None or first.tokens is None or last.tokens is None:
         return None
     return max(0.0, last.tokens - first.tokens)
-
-
-def _first(found: dict[str, float], names: tuple[str, ...]) -> float | None:
-    return next((found[name] for name in names if name in found), None)

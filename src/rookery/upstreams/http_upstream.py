@@ -48,6 +48,7 @@ from rookery.upstreams.hang_detector import RECENT_SECONDS, HangDetector, Upstre
 from rookery.upstreams.health import Sign
 from rookery.upstreams.protocol import (
     UNLIMITED,
+    LoadMetrics,
     ModelReply,
     ModelRequest,
     OnDelta,
@@ -75,6 +76,7 @@ __all__ = [
     "About",
     "Format",
     "HttpUpstream",
+    "LoadMetrics",
     "Replica",
     "ReplicaState",
     "ReplyFormatError",
@@ -123,6 +125,8 @@ class HttpUpstream:
     """Endpoints that are queried to detect whether a server is of this kind; `is_identity` judges the response."""
     pause_paths: ClassVar[tuple[str, ...]] = ()
     """Endpoints that return a JSON object with a true value while the server is paused or sleeps."""
+    load_metrics: ClassVar[LoadMetrics | None] = None
+    """Names of the metrics at `/metrics` that show how busy the server is; None if it has no such metrics."""
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {}
     """Path and body of the requests that stop and continue sampling. The keys are pause modes, and `thaw`."""
     reserved: ClassVar[frozenset[str]] = frozenset()
@@ -158,7 +162,7 @@ class HttpUpstream:
         self._turn = 0
         self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
         """Calls that wait for a retry: `ModelRequest.affinity`, replica, last error, and when the call began."""
-        self.hangs = HangDetector(self.health_path, lambda: config.model, self.pause_paths)
+        self.hangs = HangDetector(self.health_path, lambda: config.model, self.pause_paths, self.load_metrics)
         self.maintenance = ReplicaMaintenance(self.health_path, self.hangs, self.size, share)
 
     # ---- differs between kinds of engines

@@ -13,6 +13,7 @@ llama.cpp ends a reply at the model's own end-of-sequence tokens and at stop str
 stop token IDs, and no endpoints to pause sampling or to replace weights.
 """
 
+import json
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -34,7 +35,7 @@ from rookery.upstreams.openai import Chat
 from rookery.upstreams.openai_format import RESERVED, Id
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
-from rookery.upstreams.structured_output import llamacpp_constraint, token_options
+from rookery.upstreams.structured_output import Constraint, refuse_option, token_options
 from rookery.upstreams.token_ids import encode_prompt
 
 _FINISH: Final[dict[str, Finish]] = {"eos": "stop", "word": "stop", "limit": "length"}
@@ -113,6 +114,19 @@ def _finish(completion: _Completion) -> Finish:
     return finish
 
 
+def _encode_constraint(constraint: Constraint) -> dict[str, Any]:
+    kind, value = constraint
+    if kind == "json":
+        return {"json_schema": json.loads(value) if isinstance(value, str) else value}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if kind == "grammar":
+        return {"grammar": value}
+    raise refuse_option(
+        f"llama.cpp has no parameter for the output format {kind!r}; use json, json_object or grammar"
+    )
+
+
 class NativeCompletion:
     """Format of llama.cpp's own endpoint `/completion`, which takes token IDs and returns them with log
     probabilities."""
@@ -139,7 +153,7 @@ class NativeCompletion:
             body["seed"] = seed % 2**32
         if options.stream or sampling.stop:
             body["stream"] = True
-        return _encode(body | dict(token_options(sampling.extra, llamacpp_constraint, "llamacpp")))
+        return _encode(body | dict(token_options(sampling.extra, _encode_constraint, "llamacpp")))
 
     def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
         completion = _read_stream(data) if data.startswith(b"data:") else _read(data)

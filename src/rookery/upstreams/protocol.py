@@ -296,6 +296,18 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """If True, the reasoning of earlier replies is sent back to the server, as `reasoning_content`."""
 
 
+class LoadMetrics(msgspec.Struct, frozen=True):
+    """Names of the Prometheus metrics in which one kind of inference engine reports its load."""
+
+    running: str
+    """Requests that are processed. The engine must process many at once: one that processes fewer requests than
+    it received has lost some."""
+    waiting: str
+    """Requests that wait in the engine's queue."""
+    tokens: tuple[str, ...]
+    """Counters whose sum is the number of processed tokens, those of prompts and generated ones."""
+
+
 @runtime_checkable
 class AcceptsPath(Protocol):
     """A class of upstreams whose address may be a prefix and a file path, such as `embedded:weights/`."""

@@ -7,6 +7,7 @@ named here.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -14,7 +15,7 @@ import msgspec
 
 from rookery.core import UsageError
 from rookery.core.errors import describe
-from rookery.upstreams.protocol import AcceptsPath, SuppliesRendering, Upstream, UpstreamConfig
+from rookery.upstreams.protocol import AcceptsPath, LoadMetrics, SuppliesRendering, Upstream, UpstreamConfig
 from rookery.upstreams.urls import Address
 
 log = logging.getLogger("rookery.upstreams")
@@ -106,6 +107,23 @@ def _find_kind_of_path(address: str) -> str | None:
         if isinstance(loaded, AcceptsPath) and prefix in loaded.path_prefixes:
             return kind
     return None
+
+
+@cache
+def list_load_metrics() -> tuple[LoadMetrics, ...]:
+    """Return the load metrics of every installed kind, for servers of an unknown kind.
+
+    The first call imports every kind, which takes up to a second.
+    """
+    found = []
+    for kind in kinds():
+        try:
+            metrics = getattr(load_kind(kind), "load_metrics", None)
+        except UsageError:  # a broken plug-in matters only to those who ask for it
+            continue
+        if isinstance(metrics, LoadMetrics):
+            found.append(metrics)
+    return tuple(found)
 
 
 async def detect_kind(config: UpstreamConfig, key: str | None = None) -> UpstreamConfig:

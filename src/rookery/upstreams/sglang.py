@@ -11,6 +11,8 @@ Guarantees:
 - the policy version is the one that the server reports, with one span per version if it changes within a stream.
 """
 
+import json
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -33,9 +35,9 @@ from rookery.upstreams.format import (
 from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
 from rookery.upstreams.openai import OpenAIFormat
 from rookery.upstreams.openai_format import RESERVED, Id, encode_request
-from rookery.upstreams.protocol import ModelReply, ModelRequest
+from rookery.upstreams.protocol import LoadMetrics, ModelReply, ModelRequest
 from rookery.upstreams.replica import MISSING, Replica
-from rookery.upstreams.structured_output import sglang_constraint, token_options
+from rookery.upstreams.structured_output import Constraint, refuse_option, token_options
 from rookery.upstreams.token_ids import encode_prompt
 
 _OUTSIDE: Final = frozenset(
@@ -153,6 +155,23 @@ def _same(ids: list[int], entries: list[_Entry]) -> list[float]:
     return [entry.logprob for entry in entries]
 
 
+def _encode_constraint(constraint: Constraint) -> dict[str, Any]:
+    kind, value = constraint
+    if kind in ("json", "json_object"):
+        schema = {"type": "object"} if kind == "json_object" else value
+        return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}
+    if kind == "choice":
+        return {"regex": _encode_choices(value)}
+    return {"ebnf" if kind == "grammar" else kind: value}
+
+
+def _encode_choices(values: Any) -> str:
+    """Return a regular expression that matches exactly the given texts."""
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise refuse_option("the output constraint choice must be a list of strings")
+    return f"({'|'.join(map(re.escape, values))})"
+
+
 class Generate:
     """Format of the endpoint `/generate`, which takes and returns token IDs."""
 
@@ -177,7 +196,7 @@ class Generate:
             "input_ids": encode_prompt(request.tokens, request.memo),
             "sampling_params": params,
         }
-        for name, value in token_options(sampling.extra, sglang_constraint, "sglang").items():
+        for name, value in token_options(sampling.extra, _encode_constraint, "sglang").items():
             (body if name in _OUTSIDE else params)[name] = value
         if request.want_tokens or request.shows_logprobs:
             body["return_logprob"] = True
@@ -339,6 +358,11 @@ class SglangUpstream(HttpUpstream):
     needs_ids = True
     health_path = "/health"
     identity_paths = ("/model_info", "/get_model_info")
+    load_metrics = LoadMetrics(
+        running="sglang:num_running_reqs",
+        waiting="sglang:num_queue_reqs",
+        tokens=("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
+    )
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {
         # `retract`, not `in_place`: the KV cache of a call belongs to the old weights.
         "keep": ("/pause_generation", b'{"mode":"retract"}'),

@@ -6,8 +6,6 @@ only affect the chat template or the parsing of tool calls are refused. Runs in 
 shards; no I/O.
 """
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -44,7 +42,7 @@ def token_options(
         return extra
     for name in _RENDERED:
         if name in extra and not (name == "parallel_tool_calls" and _plain(extra[name]) is not False):
-            raise _refused(
+            raise refuse_option(
                 f"the sampling option {name} has no effect with --record tokens, because the gateway renders the "
                 "prompt; remove the option, or use --record messages"
             )
@@ -56,15 +54,15 @@ def token_options(
     found = _constraints(extra)
     if len(found) > 1:
         kinds = ", ".join(one.kind for one in found)
-        raise _refused(
+        raise refuse_option(
             f"the sampling options set {len(found)} constraints on the output format ({kinds}); set only one"
         )
     if not found:
         return rest
     if write is None:
-        raise _refused(
+        raise refuse_option(
             f"the upstream kind {engine!r} has no parameter for the output format of calls with token IDs; remove "
-            "response_format, use the kind vllm, sglang or llamacpp, or use --record messages"
+            "response_format, or use --record messages"
         )
     return {**rest, **write(found[0])}
 
@@ -76,12 +74,12 @@ def _constraints(extra: Mapping[str, Any]) -> list[Constraint]:
         if kind == "json_schema":
             schema = form["json_schema"].get("schema") if isinstance(form.get("json_schema"), dict) else None
             if schema is None:
-                raise _refused("response_format has no json_schema.schema; add the JSON Schema of the reply")
+                raise refuse_option("response_format has no json_schema.schema; add the JSON Schema of the reply")
             found.append(Constraint("json", schema))
         elif kind == "json_object":
             found.append(Constraint("json_object", True))
         elif kind != "text":
-            raise _refused(
+            raise refuse_option(
                 f"response_format has the type {str(kind)[:40]!r}; use text, json_object or json_schema"
             )
     for name, kind in _GUIDED.items():
@@ -90,7 +88,7 @@ def _constraints(extra: Mapping[str, Any]) -> list[Constraint]:
     if (outputs := _plain(extra.get("structured_outputs"))) is not None:
         if not isinstance(outputs, dict) or (strange := sorted(outputs.keys() - set(_KINDS))):
             named = f", not {', '.join(strange)}" if isinstance(outputs, dict) else ""
-            raise _refused(f"structured_outputs must be an object with one of {', '.join(_KINDS)}{named}")
+            raise refuse_option(f"structured_outputs must be an object with one of {', '.join(_KINDS)}{named}")
         found += [Constraint(kind, value) for kind, value in outputs.items() if value is not None]
     return found
 
@@ -102,39 +100,9 @@ def _plain(value: Any) -> Any:
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _refused(f"a sampling option in the request is not valid JSON: {error}") from None
+        raise refuse_option(f"a sampling option in the request is not valid JSON: {error}") from None
 
 
-def _refused(message: str) -> UpstreamError:
+def refuse_option(message: str) -> UpstreamError:
+    """Return the error for a sampling option that the inference engine cannot apply."""
     return UpstreamError(message, cause="upstream.rejected")
-
-
-def vllm_constraint(constraint: Constraint) -> dict[str, Any]:
-    return {"structured_outputs": {constraint.kind: constraint.value}}
-
-
-def sglang_constraint(constraint: Constraint) -> dict[str, Any]:
-    kind, value = constraint
-    if kind in ("json", "json_object"):
-        schema = {"type": "object"} if kind == "json_object" else value
-        return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}
-    if kind == "choice":
-        return {"regex": _choice(value)}
-    return {"ebnf" if kind == "grammar" else kind: value}
-
-
-def llamacpp_constraint(constraint: Constraint) -> dict[str, Any]:
-    kind, value = constraint
-    if kind == "json":
-        return {"json_schema": json.loads(value) if isinstance(value, str) else value}
-    if kind == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if kind == "grammar":
-        return {"grammar": value}
-    raise _refused(f"llama.cpp has no parameter for the output format {kind!r}; use json, json_object or grammar")
-
-
-def _choice(values: Any) -> str:
-    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
-        raise _refused("the output constraint choice must be a list of strings")
-    return f"({'|'.join(map(re.escape, values))})"

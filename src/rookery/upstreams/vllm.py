@@ -35,9 +35,9 @@ from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
 from rookery.upstreams.logprobs import Logprobs, logprob_values, read_logprobs
 from rookery.upstreams.openai import OpenAIFormat, with_extra
 from rookery.upstreams.openai_format import RESERVED, Id, encode_request
-from rookery.upstreams.protocol import ModelReply, ModelRequest
+from rookery.upstreams.protocol import LoadMetrics, ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
-from rookery.upstreams.structured_output import token_options, vllm_constraint
+from rookery.upstreams.structured_output import Constraint, token_options
 from rookery.upstreams.token_ids import encode_prompt
 
 _OUTSIDE: Final = frozenset({"priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "features"})
@@ -89,6 +89,10 @@ def _logprobs(choice: _Choice, request: ModelRequest) -> tuple[list[float] | Non
     return None if choice.logprobs is None else logprob_values(choice.logprobs), ()
 
 
+def _encode_constraint(constraint: Constraint) -> dict[str, Any]:
+    return {"structured_outputs": {constraint.kind: constraint.value}}
+
+
 class Generate:
     """Format of the endpoint `/inference/v1/generate`, which takes and returns token IDs and no text."""
 
@@ -111,7 +115,7 @@ class Generate:
         body: dict[str, Any] = {"model": request.model} if request.model else {}
         body["token_ids"] = encode_prompt(request.tokens, request.memo)
         body["sampling_params"] = params
-        for name, value in token_options(sampling.extra, vllm_constraint, "vllm").items():
+        for name, value in token_options(sampling.extra, _encode_constraint, "vllm").items():
             (body if name in _OUTSIDE else params)[name] = value
         if options.stream:
             body["stream"] = True
@@ -194,7 +198,7 @@ class _VllmCompletions(OpenAIFormat):
             fields["stop_token_ids"] = request.stop_ids
         if request.top_logprobs:
             fields["return_tokens_as_token_ids"] = True
-        request = with_extra(request, token_options(request.sampling.extra, vllm_constraint, "vllm"))
+        request = with_extra(request, token_options(request.sampling.extra, _encode_constraint, "vllm"))
         return encode_request(request, options, fields)
 
 
@@ -216,6 +220,11 @@ class VllmUpstream(HttpUpstream):
     }
     health_path = "/health"
     identity_paths = ("/version",)
+    load_metrics = LoadMetrics(
+        running="vllm:num_requests_running",
+        waiting="vllm:num_requests_waiting",
+        tokens=("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
+    )
     pause_paths = ("/is_paused", "/is_sleeping")
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {
         "keep": ("/pause?mode=keep", b"{}"),
