@@ -18,6 +18,7 @@ import math
 import os
 import platform
 import re
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -223,7 +224,7 @@ def render(report: BenchReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    # Eight columns have to fit into 80 characters.
+    # Eight columns have to fit into a terminal of 80 characters.
     table = Table(title=f"benchmark {report.bench}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("name", "unit", "ours", "peer", "theirs", "ratio", "target", "met"):
         numeric = column in {"ours", "theirs", "ratio"}
@@ -241,7 +242,7 @@ def render(report: BenchReport) -> None:
             Text(result.target or ""),
             verdict,
         )
-    console = Console()
+    console = Console(width=shutil.get_terminal_size((120, 24)).columns)
     console.print(table)
     for note in dict.fromkeys(f"{result.name}: {result.note}" for result in report.results if result.note):
         console.print(Text(note, "dim"))

@@ -18,8 +18,6 @@ import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 from typing import Final
 
 import aiohttp
@@ -30,17 +28,14 @@ from aiohttp import web
 from benchmarks import Progress, Result
 from benchmarks import docker_engine as docker
 from benchmarks.instant_model import InstantProtocol, Replies, instant_model, token_reply
+from benchmarks.library_functions import TARGET, compare_functions, load_library
 from benchmarks.process_usage import cpu_ns
 from rookery.gateway.http_messages import EVENT_STREAM, Request, ResponseWriter
-from rookery.gateway.metrics import ShardMetrics
 from rookery.gateway.server import Server
 from rookery.sandboxes.docker.client import EngineClient, api_path
-from rookery.telemetry.catalogue import GATEWAY_COUNTS
 from rookery.upstreams.http_client import Client, encode_headers
 
 NAME = "libraries"
-TARGET: Final = ">= 1.3x"
-"""Own code stays only if it is this much better than the library."""
 WHOLE: Final = "/v1/whole"
 STREAM: Final = "/v1/stream"
 PIECES: Final = 128
@@ -299,74 +294,9 @@ async def _compare_servers(rounds: int, count: int) -> list[Result]:
     ]
 
 
-def _time(run: Callable[[], object], rounds: int, count: int) -> float:
-    """Return the CPU microseconds of one call, as the best of some rounds."""
-    best = float("inf")
-    for _ in range(rounds):
-        begun = time.process_time()
-        for _ in range(count):
-            run()
-        best = min(best, (time.process_time() - begun) / count * 1e6)
-    return best
-
-
-def _load(name: str) -> ModuleType | None:
-    try:
-        return import_module(name)
-    except ImportError:
-        return None
-
-
-def _compare_metrics(rounds: int, count: int) -> list[Result]:
-    """One model call counts a response, a turn, its tokens and its seconds."""
-    own = ShardMetrics(0)
-
-    def count_own() -> None:
-        own.count_response(200)
-        own.count("turns")
-        own.count("prompt_tokens", 24)
-        own.count("sampled_tokens", 256)
-        own.observe_call(0.2)
-
-    count_theirs = None
-    if (library := _load("prometheus_client")) is not None:
-        registry = library.CollectorRegistry()
-        counters = {
-            name: library.Counter(
-                f"rookery_gateway_{name}",
-                text,
-                ["shard", "status"] if name == "requests" else ["shard"],
-                registry=registry,
-            )
-            for name, text in [("requests", "HTTP responses."), *((n, c.help) for n, c in GATEWAY_COUNTS.items())]
-        }
-        seconds = library.Histogram("rookery_gateway_call_seconds", "x", ["shard"], registry=registry).labels("0")
-        turns, prompt_tokens, sampled_tokens = (
-            counters[name].labels("0") for name in ("turns", "prompt_tokens", "sampled_tokens")
-        )
-
-        def count_theirs() -> None:
-            counters["requests"].labels("0", "200").inc()
-            turns.inc()
-            prompt_tokens.inc(24)
-            sampled_tokens.inc(256)
-            seconds.observe(0.2)
-
-    return [
-        Result(
-            name="Prometheus, count a call",
-            unit="CPU us",
-            ours=_time(count_own, rounds, 10 * count),
-            peer="prometheus_client",
-            theirs=None if count_theirs is None else _time(count_theirs, rounds, 10 * count),
-            target=TARGET,
-        )
-    ]
-
-
 async def _compare_engine_clients(rounds: int, count: int, progress: Progress) -> list[Result]:
     """The client of container engines beside aiodocker: one call, and one large file copied out of a container."""
-    library = _load("aiodocker")
+    library = load_library("aiodocker")
     async with docker.open_engine() as engine:
         if isinstance(engine, str) or library is None:
             progress(engine if isinstance(engine, str) else "aiodocker is not installed")
@@ -435,8 +365,7 @@ def run(quick: bool, progress: Progress) -> list[Result]:
         results += runner.run(_compare_servers(rounds, count))
         progress("clients of container engines")
         results += runner.run(_compare_engine_clients(rounds, count // 20, progress))
-    progress("Prometheus")
-    return results + _compare_metrics(rounds, count)
+    return results + compare_functions(rounds, 10 * count, progress)
 
 
 if __name__ == "__main__":

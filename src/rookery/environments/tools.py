@@ -1,7 +1,7 @@
 """Tools: typed Python functions that the policy may call, with JSON schemas derived from their signatures.
 
 msgspec generates the schemas and decodes the arguments; this module only reads signatures and docstrings.
-Pydantic was measured for the same job (`docs/reference/benchmarks.md`, "Own code instead of a library").
+Pydantic takes 4.7 times as long to build a tool (`python -m benchmarks libraries`, 2026-11-19).
 Defining a tool or reading its schema starts no process and no sandbox.
 """
 

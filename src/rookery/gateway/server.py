@@ -1,7 +1,7 @@
 """HTTP/1.1 server of the gateway, built on the parser of httptools and asyncio protocols. Runs in gateway shards.
 
-`python -m benchmarks libraries` measures it beside aiohttp.web and Starlette with uvicorn: on 2026-11-17 it took
-1.6 to 1.9 times less CPU per whole reply, and 1.3 to 1.5 times less per stream.
+`python -m benchmarks libraries` measures it beside aiohttp.web and Starlette with uvicorn: on 2026-11-19 it took
+1.8 to 2.1 times less CPU per whole reply, and 1.2 to 1.4 times less per stream.
 
 Guarantees:
 - a handler gets only complete requests with a body of limited size; any other request is rejected and its

@@ -1,7 +1,7 @@
 """File locks between processes of one machine, on `flock`. The kernel releases them when a process ends.
 
 The library filelock is not used: an image in use needs a shared lock that starts as an exclusive one, which
-filelock refuses, and its shared locks take 26 times as long (benchmarks page, "Own code instead of a library").
+filelock refuses. Its shared locks also take 25 times as long (`python -m benchmarks libraries`, 2026-11-19).
 
 Guarantees:
 - a wait for a lock has a time limit and can be cancelled;

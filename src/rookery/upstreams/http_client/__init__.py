@@ -6,7 +6,7 @@
             reply = await response.read(limit)
 
 Runs in every process that calls models or other HTTP services. `python -m benchmarks libraries` measures it beside
-aiohttp's client: on 2026-11-17 it took 2.1 to 3.7 times less CPU per request.
+aiohttp's client: on 2026-11-19 it took 2.1 to 3.9 times less CPU per request.
 
 Guarantees:
 - a response is read completely, or `send`, `read` or `chunk` raises a typed error (`ConnectError`,
