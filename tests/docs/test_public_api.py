@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import rookery
+from rookery.cli.init import init
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -37,23 +39,38 @@ INTERNAL_PAGES = {ROOT / "docs" / "architecture.md", ROOT / "docs" / "reference"
 """Pages for contributors, which also name private classes."""
 
 
-def list_imports(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of every import from rookery in the Python examples of a page."""
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        tree = compile(block, str(page), "exec", flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rookery":
-                yield from ((node.module or "", alias.name) for alias in node.names)
+def list_imports(code: str) -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of every import from rookery in Python code."""
+    tree = compile(code, "example", "exec", flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rookery":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def check_imports(code: str) -> None:
+    for module, name in list_imports(code):
+        if f"{module}.{name}" in PUBLIC:
+            importlib.import_module(f"{module}.{name}")
+            continue
+        assert module in PUBLIC, f"{name} is imported from {module}, which is not public"
+        assert name in PUBLIC[module], f"{name} is not a public name of {module}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_import_public_names_only(page: Path) -> None:
-    for module, name in list_imports(page):
-        if f"{module}.{name}" in PUBLIC:
-            importlib.import_module(f"{module}.{name}")
-            continue
-        assert module in PUBLIC, f"{page.name} imports {name} from {module}, which is not public"
-        assert name in PUBLIC[module], f"{page.name}: {name} is not a public name of {module}"
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        check_imports(block)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example_files_import_public_names_only(path: Path) -> None:
+    check_imports(path.read_text())
+
+
+def test_created_environment_imports_public_names_only(tmp_path: Path) -> None:
+    created = CliRunner().invoke(init, ["puzzles", str(tmp_path)])
+    assert created.exit_code == 0, created.output
+    check_imports((tmp_path / "puzzles.py").read_text())
 
 
 def list_definitions() -> set[str]:
@@ -78,6 +95,16 @@ def test_pages_for_users_mention_public_names_only(page: Path) -> None:
     code = " ".join(re.findall(r"`([^`\n]+)`", prose))
     mentioned = set(re.findall(r"(?<![\w./-])([A-Z][A-Za-z]+|[a-z]+_[a-z_]+)\b", code))
     assert (mentioned & DEFINED) - EXPORTED - OTHER_MEANING == set()
+
+
+def test_messages_mention_public_names_only() -> None:
+    """Names of classes have two humps, or stand before a dot or a parenthesis. Values in braces are skipped."""
+    text = re.sub(r"\{[^}]*\}", "", (ROOT / "tests" / "messages" / "catalogue.txt").read_text())
+    mentioned = set(re.findall(r"\b([A-Z][a-z]+[A-Z][A-Za-z]+|[A-Z][A-Za-z]+(?=[.(]\w))\b", text))
+    assert {"SandboxSpec", "Engine"} <= mentioned
+    assert (mentioned & DEFINED) - EXPORTED == set()
+    for module, name in re.findall(r"\b(rookery(?:\.[a-z_]+)+)\.(\w+)\b", text):
+        assert f"{module}.{name}" in PUBLIC or name in PUBLIC.get(module, ()), f"{module}.{name}"
 
 
 def test_the_architecture_page_mentions_classes_that_exist() -> None:

@@ -19,9 +19,8 @@ _ENVIRONMENT = '''\
 
 from pathlib import Path
 
-from rookery import Context, Taskset, ToolEnvironment, tool
-from rookery.scoring.scorers import NumericMatch
-from rookery.tasks import load_tasks
+from rookery import Context, Taskset, ToolEnvironment, load_tasks, tool
+from rookery.scorers import NumericMatch
 
 
 @tool
