@@ -4,6 +4,7 @@ import base64
 import json
 import pickle
 import zlib
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rookery.cli.options import parse_columns
 from rookery.core import Task, UsageError
 from rookery.scoring.code_tasks import parse_code_task
 from rookery.tasks import load_tasks
-from rookery.tasks.row_formats import list_row_formats
+from rookery.tasks.row_formats import GROUP
 
 
 def load(folder: Path, rows: list[dict[str, Any]], **options: Any) -> list[Task]:
@@ -106,7 +107,7 @@ def test_columns_are_renamed_also_in_parquet(tmp_path: Path) -> None:
 
 
 def test_wrong_formats_and_columns_are_refused(tmp_path: Path) -> None:
-    assert {"gsm8k", "humaneval", "livecodebench", "math", "mbpp"} <= {*list_row_formats()}
+    assert {"gsm8k", "humaneval", "livecodebench", "math", "mbpp"} <= entry_points(group=GROUP).names
     with pytest.raises(UsageError):
         load(tmp_path, [{"prompt": "x"}], row_format="gsm9k")
     for text in ("prompt", "=x", "prompt="):

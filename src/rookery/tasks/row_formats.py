@@ -36,11 +36,6 @@ class RowFormatError(Exception):
     """A row does not have the format that the user named. The message becomes `Task.invalid`."""
 
 
-def list_row_formats() -> list[str]:
-    """Return the names of the installed row formats, sorted."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
-
-
 def make_converter(row_format: str = "", columns: Mapping[str, str] | None = None) -> RowConverter | None:
     """Return a function that renames the columns of a row and converts it from `row_format`.
 
