@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.core import Completed, Outcome, Task, label
+from rookery.core import Attempt, Completed, Outcome, Task, label
 from rookery.engine import framing, runner_protocol
 from rookery.engine.framing import MAX_FRAME, FramedConnection, FramingError
 from rookery.engine.plain_data import LEFT_OUT, MAX_DEPTH, MAX_SIZE, plain_data, plain_numbers
@@ -80,7 +80,15 @@ messages = st.lists(
         ),
         st.builds(runner_protocol.Heartbeat),
         st.builds(
-            runner_protocol.AttemptResult, st.text(max_size=5), values_of(Outcome), st.just(0.0), st.just(1.0)
+            runner_protocol.AttemptResult,
+            st.builds(
+                Attempt,
+                id=st.text(max_size=5),
+                number=st.just(1),
+                outcome=values_of(Outcome),
+                started=st.just(0.0),
+                ended=st.just(1.0),
+            ),
         ),
     ),
     max_size=12,
@@ -284,7 +292,9 @@ def test_numeric_metrics_become_floats_and_others_plain_data() -> None:
     assert numbers == {"a": 1.0, "b": 0.5, "c": 1.0, "7": 2.0}
     assert list(others) == ["d", "e", "f"]
     done = runner_protocol.AttemptResult.to_plain_data(
-        runner_protocol.AttemptResult("0.0.1", Completed(), 0.0, 1.0, metrics={"a": "x"}, info={"b": {1}})
+        runner_protocol.AttemptResult(
+            Attempt(id="0.0.1", number=1, outcome=Completed()), metrics={"a": "x"}, info={"b": {1}}
+        )
     )  # type: ignore[dict-item]
     assert (done.metrics, done.info) == ({}, {"b": [1], "metrics that are no numbers": {"a": "x"}})
 

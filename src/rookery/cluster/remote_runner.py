@@ -4,8 +4,6 @@ import socket
 from collections import deque
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from rookery.cluster import messages
 from rookery.engine.crash_attribution import DeathKind
 from rookery.engine.runner_handle import RunnerListener, SeparateRunner
@@ -14,7 +12,6 @@ from rookery.engine.runner_protocol import (
     FromRunner,
     RunnerFailed,
     RunSettings,
-    from_runner_decoder,
 )
 from rookery.gateway.client import GatewayAddress
 from rookery.upstreams.pause import PauseCoordinator
@@ -54,7 +51,7 @@ class RemoteRunner(SeparateRunner):
     def _on_message(self, message: FromRunner) -> None:
         self.last_message = self._loop.time()
         if isinstance(message, AttemptResult):
-            self._host.load.observe(max(0.001, message.ended - message.started))
+            self._host.load.observe(max(0.001, message.attempt.ended - message.attempt.started))
             if not self._host.pool.is_collected(message.tokens):
                 if not self._uncollected:
                     self.collecting_since = self._loop.time()
@@ -105,13 +102,6 @@ class RemoteRunner(SeparateRunner):
             self._connection.abort()
             self._dead.set()
             self.listener.on_death(self, "lost", detail)
-
-    def on_alarm(self, frame: bytes) -> None:
-        try:
-            message = from_runner_decoder.decode(frame)
-        except msgspec.DecodeError:
-            return  # a partial write of the watchdog; it reports again
-        self.listener.on_message(self, message)
 
     def kill(self, why: DeathKind) -> None:
         if not self._dead.is_set():

@@ -445,7 +445,7 @@ class RunningAttempt:
             result = self._build_result(outcome, score, now, policy_loss=policy_loss)
         except Exception as error:  # noqa: BLE001  (the environment left unreadable values in its context)
             broken = failed_outcome(error, self.stage, cause="bug.environment")
-            result = AttemptResult(self.spec.id, broken, self._began, now, tainted=self._tainted)
+            result = AttemptResult(self.spec.describe_end(broken, self._began, now), tainted=self._tainted)
         self.executor.finish(self, result)
 
     def _build_result(
@@ -453,10 +453,14 @@ class RunningAttempt:
     ) -> AttemptResult:
         ctx = self.ctx
         return AttemptResult(
-            id=self.spec.id,
-            outcome=outcome,
-            started=self._began,
-            ended=now,
+            self.spec.describe_end(
+                outcome,
+                self._began,
+                now,
+                evidence=self._evidence(),
+                policy_loss=policy_loss,
+                sandboxes=self._read_sandbox_usage(),
+            ),
             reward=score.reward if isinstance(score, Score) else None,
             rewards=score.parts if isinstance(score, Score) else {},
             metrics={**ctx.metrics, **score.metrics} if score and score.metrics else ctx.metrics,
@@ -464,10 +468,7 @@ class RunningAttempt:
             usage=collect_usage(self.session, ctx),
             timing=self._times.build_timing(self.spec.queued, self._loop.time()),
             tokens=tuple(self._extents),
-            policy_loss=policy_loss,
-            evidence=self._evidence(),
             minimum=self.loaded.reward_bounds[0],
-            sandboxes=self._read_sandbox_usage(),
             tainted=self._tainted or count_stuck_threads() > 0,
         )
 

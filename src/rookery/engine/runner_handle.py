@@ -220,6 +220,14 @@ class SeparateRunner(RunnerHandle):
         self.last_message = self._loop.time()
         self.listener.on_message(self, message)
 
+    def on_alarm(self, frame: bytes) -> None:
+        """Process an encoded `LoopBlocked` that the process sent over its own pipe."""
+        try:
+            message = from_runner_decoder.decode(frame)
+        except msgspec.DecodeError:
+            return  # a partial write of the watchdog; it reports again
+        self.listener.on_message(self, message)
+
     def _on_lost(self, _: BaseException | None) -> None:
         # The end of the process is reported separately. A process without a connection is useless.
         self._connected = False
@@ -272,7 +280,7 @@ class ProcessRunner(SeparateRunner):
     async def open(self, pauses: PauseCoordinator, gateway: GatewayAddress | None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.process = RunnerProcess(theirs, self.log, self._on_alarm, self._on_exit)
+            self.process = RunnerProcess(theirs, self.log, self.on_alarm, self._on_exit)
         except BaseException:
             ours.close()
             raise
@@ -282,13 +290,6 @@ class ProcessRunner(SeparateRunner):
 
     def pids(self) -> list[int]:
         return [self.process.pid] if self.process is not None and not self._dead.is_set() else []
-
-    def _on_alarm(self, frame: bytes) -> None:
-        try:
-            message = from_runner_decoder.decode(frame)
-        except msgspec.DecodeError:
-            return  # a partial write of the watchdog; it reports again
-        self.listener.on_message(self, message)
 
     def _on_exit(self, code: int) -> None:
         self._on_dead(code, read_log_tail(self.log))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec.structs import force_setattr
 
-from rookery.core import CancelledReason, Extent, Limits, Outcome, SandboxSpec, SandboxUsage, Task, Timing, Usage
+from rookery.core import Attempt, CancelledReason, Extent, Limits, Outcome, SandboxSpec, Task, Timing, Usage
 from rookery.core.errors import escape_surrogates
 from rookery.engine.plain_data import plain_data, plain_numbers
 from rookery.environments.loader import EnvironmentRef
@@ -111,6 +111,10 @@ class AttemptSpec(msgspec.Struct, frozen=True, tag=1, array_like=True):
     traceparent: str = ""
     """Context of the rollout's span, if the run sends traces."""
 
+    def describe_end(self, outcome: Outcome, started: float, ended: float, **observed: Any) -> Attempt:
+        """Return the record of the attempt after it has ended. `observed` are further fields of the record."""
+        return Attempt(id=self.id, number=self.number, outcome=outcome, started=started, ended=ended, **observed)
+
 
 class Cancel(msgspec.Struct, frozen=True, tag=2, array_like=True):
     """Tells a runner to cancel an attempt. Its `AttemptResult` still follows."""
@@ -177,12 +181,10 @@ class RunnerFailed(msgspec.Struct, frozen=True, tag=1, array_like=True):
 
 
 class AttemptResult(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """An attempt has ended, with this outcome and these measurements."""
+    """An attempt has ended, with these measurements."""
 
-    id: str
-    outcome: Outcome
-    started: float
-    ended: float
+    attempt: Attempt
+    """The record of the attempt. The supervisor adds the runner, and whether the attempt is charged."""
     reward: float | None = None
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
@@ -190,14 +192,8 @@ class AttemptResult(msgspec.Struct, frozen=True, tag=2, array_like=True):
     usage: Usage = Usage()
     timing: Timing = Timing()
     tokens: tuple[Extent, ...] = ()
-    policy_loss: bool = False
-    """True if the sandbox was lost during a command of the policy while the machine was healthy."""
     minimum: float = 0.0
     """The lowest reward of the environment's declared range."""
-    evidence: dict[str, Any] = {}
-    """Observations that explain the outcome, as in `Attempt.evidence`."""
-    sandboxes: tuple[SandboxUsage, ...] = ()
-    """Resources that the attempt's sandboxes used."""
     tainted: bool = False
     """True if some code in the runner could not be stopped. The runner is replaced when its other attempts have
     ended."""

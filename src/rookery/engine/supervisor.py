@@ -18,10 +18,11 @@ import time
 from collections import deque
 from typing import Any
 
+import msgspec
+
 from rookery.core import (
     DEFAULT_LIMITS,
     SCORED,
-    Attempt,
     Cancelled,
     CancelledReason,
     Failed,
@@ -427,7 +428,7 @@ class Supervisor:
         spec = self._build_spec(rollout, queued=limit)
         outcome = Failed("infra", "engine.queue", f"no runner was free for {limit:g} seconds", "queue")
         now = time.time()
-        result = AttemptResult(spec.id, outcome, now, now, timing=Timing(queue=limit))
+        result = AttemptResult(spec.describe_end(outcome, now, now), timing=Timing(queue=limit))
         self._end_attempt(Dispatch(channel, rollout, spec), result, "")
 
     # ---- results from runners
@@ -435,7 +436,8 @@ class Supervisor:
     @stop_run_on_error
     def on_result(self, runner: RunnerHandle, result: AttemptResult) -> None:
         """Process the result of an attempt that has ended."""
-        dispatch = runner.running.pop(result.id, None)
+        outcome = result.attempt.outcome
+        dispatch = runner.running.pop(result.attempt.id, None)
         if dispatch is None:
             return  # an attempt that was already ended otherwise
         runner.alone = False
@@ -443,14 +445,14 @@ class Supervisor:
         if result.tainted:
             self.pool.replace(runner)
         dispatch.channel.notify()
-        if isinstance(result.outcome, Cancelled) and result.outcome.reason == "shutdown":
+        if isinstance(outcome, Cancelled) and outcome.reason == "shutdown":
             return  # unfinished: a resume runs it again
         if self.journal.error is not None:
             return
-        if self.outage.may_explain(result.outcome):
+        if self.outage.may_explain(outcome):
             name = runner.name
             self.outage.decide_later(
-                result.outcome, lambda gone: self._process_result(dispatch, result, name, charged=not gone)
+                outcome, lambda gone: self._process_result(dispatch, result, name, charged=not gone)
             )
         else:
             self._process_result(dispatch, result, runner.name, charged=True)
@@ -463,7 +465,7 @@ class Supervisor:
         if dispatch.environment in self.stopped_environments:
             return  # unfinished: a resume runs it again
         if charged:
-            self._observe(dispatch, result.outcome)
+            self._observe(dispatch, result.attempt.outcome)
         self._end_attempt(dispatch, result, runner, charged=charged)
         self._check_breakers()
         self.schedule_admission()
@@ -558,7 +560,7 @@ class Supervisor:
             else:
                 cause = "machine.lost" if death == "lost" else "runner.lost"
                 outcome = Failed("infra", cause, detail.partition("\n")[0], "run")
-            result = AttemptResult(dispatch.spec.id, outcome, now, now)
+            result = AttemptResult(dispatch.spec.describe_end(outcome, now, now))
             alone = attributions[rollout] == "suspect"
             self._end_attempt(dispatch, result, runner.name, charged=guilty, alone=alone)
         self._check_breakers()
@@ -574,18 +576,7 @@ class Supervisor:
         With `alone`, a new attempt runs alone in a runner.
         """
         channel, rollout, group = dispatch.channel, dispatch.rollout, dispatch.rollout.group
-        attempt = Attempt(
-            id=result.id,
-            number=dispatch.spec.number,
-            outcome=result.outcome,
-            runner=runner,
-            started=result.started,
-            ended=result.ended,
-            evidence=result.evidence,
-            charged=charged,
-            policy_loss=result.policy_loss,
-            sandboxes=result.sandboxes,
-        )
+        attempt = msgspec.structs.replace(result.attempt, runner=runner, charged=charged)
         rollout.attempts.append(attempt)
         decision = self.config.retry.decide(rollout.attempts, self._random.random())
         if isinstance(decision, Retry):
