@@ -300,7 +300,7 @@ class AgentEnvironment(Environment):
             if step is not None and number + 1 < len(steps):
                 if await session.truncation() is not None:  # the budget is exhausted
                     break
-                score = await task_kinds.grade_step(ctx, number, low, high)
+                score = await task_kinds.grade_current_step(ctx, low, high)
                 if not may_continue(step, score):
                     ctx.log.info(
                         "the remaining steps are skipped: the reward of this one is too low", step=step.name
@@ -469,7 +469,7 @@ class AgentEnvironment(Environment):
         ctx.state["prepared"] = await prepare(await ctx.sandbox(), task, timeout=ctx.remaining)
         low, high = reward_bounds(self)
         await restore_submissions(
-            ctx, rollout, lambda: task_kinds.grade_step(ctx, ctx.state["step"], low, high), may_continue
+            ctx, rollout, lambda: task_kinds.grade_current_step(ctx, low, high), may_continue
         )
 
     async def score(self, ctx: Context) -> Score:
@@ -482,7 +482,7 @@ class AgentEnvironment(Environment):
                 ctx, low, high, partial=self.partial, isolation_cache=self._isolation
             )
         if len(ctx.state["grades"]) <= ctx.state["step"]:
-            await task_kinds.grade_step(ctx, ctx.state["step"], low, high)
+            await task_kinds.grade_current_step(ctx, low, high)
         return combine_scores(ctx.state["task"], ctx.state["grades"], low)
 
 

@@ -8,7 +8,6 @@ is limited. A task that cannot be scored is rejected before a sandbox or agent i
 
 import asyncio
 import functools
-from contextlib import AsyncExitStack
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -18,6 +17,7 @@ from rookery.environments.base import Score
 from rookery.environments.code.environment import PARALLEL_SANDBOXES
 from rookery.environments.code.limits import normalize_limits
 from rookery.environments.context import Context
+from rookery.environments.swe.environment import grade_step
 from rookery.environments.swe.grading_slots import GradingSlots, count_cores, get_run_name
 from rookery.environments.swe.stored_submissions import store_submissions
 from rookery.environments.tool_environment import ANSWER, SUBMISSION
@@ -26,7 +26,7 @@ from rookery.scoring.answers import match_answer
 from rookery.scoring.code_tasks import CodeTask, parse_code_task
 from rookery.scoring.grading import Grader, IsolationCache
 from rookery.scoring.swe import SweGrader
-from rookery.tasks.swe import DATA_KEY, GRADING_TIME_SHARE, get_swe_task, grading_budget
+from rookery.tasks.swe import DATA_KEY, GRADING_TIME_SHARE, get_swe_task
 
 Kind: TypeAlias = Literal["plain", "code", "swe"]
 ANSWER_FILE: Final = "answer.txt"
@@ -160,18 +160,7 @@ def open_grading_slots() -> GradingSlots:
     return GradingSlots(max(2, count_cores()), get_run_name())
 
 
-async def grade_step(ctx: Context, step: int, low: float, high: float) -> Score:
-    """Grade the current state of the sandbox as the result of step number `step`, counted from 0.
-
-    The stage's clock is paused while this waits until fewer submissions are graded at once.
-    """
+async def grade_current_step(ctx: Context, low: float, high: float) -> Score:
+    """Grade the current state of the sandbox as the result of the current step."""
     grader = SweGrader(ctx.sandbox, ctx.state["task"], low=low, high=high, on_submission=store_submissions(ctx))
-    sandbox = await ctx.sandbox()
-    async with AsyncExitStack() as stack:
-        with ctx.pause_clock():
-            await ctx.charge_policy("sandbox", stack.enter_async_context(open_grading_slots().acquire()))
-        seconds = grading_budget(ctx.state["task"].steps[step], ctx.remaining)
-        grade = await grader.grade(sandbox, ctx.state["prepared"], step, timeout=seconds)
-    ctx.state["grades"].append(grade.score)
-    ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
-    return grade.score
+    return await grade_step(ctx, grader, ctx.state["step"], open_grading_slots())

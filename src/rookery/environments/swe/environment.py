@@ -44,7 +44,7 @@ from rookery.environments.text import clip
 from rookery.environments.tool_environment import ANSWER, ToolEnvironment, ToolOutcome
 from rookery.environments.tools import Tool, find_tool
 from rookery.sandboxes.protocol import Sandbox, Shell
-from rookery.scoring.swe import PreparedSandbox, SweGrader, prepare, prepare_step
+from rookery.scoring.swe import SweGrader, prepare, prepare_step
 from rookery.tasks.swe import (
     SweStep,
     SweTask,
@@ -270,12 +270,8 @@ class SweEnvironment(ToolEnvironment):
         return combine_scores(task, ctx.state["grades"], low)
 
     async def _grade(self, ctx: Context) -> Score:
-        """Grade the sandbox's current state as the result of the current step.
-
-        The stage's clock is paused while this waits until fewer submissions are graded at once.
-        """
+        """Grade the sandbox's current state as the result of the current step."""
         low, high = reward_bounds(self)
-        prepared: PreparedSandbox = ctx.state["prepared"]
         task: SweTask = ctx.state["task"]
         number: int = ctx.state["step"]
         grader = SweGrader(
@@ -286,23 +282,34 @@ class SweEnvironment(ToolEnvironment):
             fresh_always=self.fresh_always,
             on_submission=store_submissions(ctx),
         )
-        sandbox = await ctx.sandbox()
-        async with AsyncExitStack() as stack:
-            with ctx.pause_clock():
-                await ctx.charge_policy("sandbox", stack.enter_async_context(self._grading_slots.acquire()))
-            seconds = grading_budget(task.steps[number], ctx.remaining)
-            grade = await grader.grade(sandbox, prepared, number, timeout=seconds)
+        score = await grade_step(ctx, grader, number, self._grading_slots)
         if not task.steps[number].verifier.services:
             # Grading killed the processes in the sandbox; the next step gets a new shell.
             await self._close_shell(ctx)
-        ctx.state["grades"].append(grade.score)
-        ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
-        return grade.score
+        return score
 
     async def _close_shell(self, ctx: Context) -> None:
         shell: Shell | None = ctx.state.pop(SHELL, None)
         if shell is not None:
             await ctx.charge_policy("sandbox", shell.close())
+
+
+async def grade_step(ctx: Context, grader: SweGrader, number: int, slots: GradingSlots | None) -> Score:
+    """Grade the sandbox's current state as the result of step `number` and store the grade.
+
+    The stage's clock is paused while this waits for one of the `slots`, which limit how many submissions are
+    graded at once.
+    """
+    sandbox = await ctx.sandbox()
+    async with AsyncExitStack() as stack:
+        if slots is not None:
+            with ctx.pause_clock():
+                await ctx.charge_policy("sandbox", stack.enter_async_context(slots.acquire()))
+        seconds = grading_budget(ctx.state["task"].steps[number], ctx.remaining)
+        grade = await grader.grade(sandbox, ctx.state["prepared"], number, timeout=seconds)
+    ctx.state["grades"].append(grade.score)
+    ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
+    return grade.score
 
 
 async def _prepare_sandbox(ctx: Context, task: SweTask) -> Sandbox:

@@ -12,14 +12,14 @@ import msgspec
 from rookery.core import Limits, Task
 from rookery.environments.base import Score, reward_bounds
 from rookery.environments.context import Context
-from rookery.environments.swe.environment import SweEnvironment
+from rookery.environments.swe.environment import SweEnvironment, grade_step
 from rookery.sandboxes import Command, Sandbox
 from rookery.scoring.fresh_sandboxes import exec_with_deadline
 from rookery.scoring.swe import SweGrader, prepare_step
 from rookery.scoring.swe.cheats import BY_NAME, CHEATS
 from rookery.scoring.swe.preparation import Deadline
 from rookery.scoring.swe.reference_solution import run_solution
-from rookery.tasks.swe import SweStep, SweTask, get_swe_task, grading_budget
+from rookery.tasks.swe import SweStep, SweTask, get_swe_task
 
 VARIANT: Final = "variant"
 """Key in a task's data of the variant that its rollout executes."""
@@ -69,13 +69,9 @@ class ValidationEnvironment(SweEnvironment):
         fresh = ctx.task.data.get(VARIANT) == FRESH
         grader = SweGrader(ctx.sandbox, ctx.state["task"], low=low, high=high, fresh_always=fresh)
         # No grading slots here: the user limits the concurrency with -c.
-        step: int = ctx.state["step"]
-        seconds = grading_budget(ctx.state["task"].steps[step], ctx.remaining)
-        grade = await grader.grade(await ctx.sandbox(), ctx.state["prepared"], step, timeout=seconds)
-        ctx.state["grades"].append(grade.score)
-        ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
+        score = await grade_step(ctx, grader, ctx.state["step"], None)
         ctx.info["notes"] = list(ctx.state["prepared"].warnings)
-        return grade.score
+        return score
 
 
 def expand_variants(tasks: Iterable[Task], *, cheats: bool = True) -> list[Task]:
