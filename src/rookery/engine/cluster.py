@@ -4,11 +4,9 @@ A cluster is a plug-in: an entry point of the group `rookery.clusters` whose obj
 after the colon of `--cluster NAME[:ADDRESS]` and returns a `Cluster`.
 """
 
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rookery.core import UsageError
-from rookery.core.errors import suggestion
+from rookery.core.options import load_plugin
 from rookery.engine.runner_handle import RunnerHandle
 from rookery.engine.scheduler import Requirements
 from rookery.upstreams.protocol import PauseMode
@@ -94,9 +92,5 @@ class Cluster(Protocol):
 def open_cluster(address: str) -> Cluster:
     """Return the cluster that `NAME[:ADDRESS]` names. Raise `UsageError` if it is unknown or not installed."""
     name, _, rest = address.partition(":")
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in points:
-        known = ", ".join(sorted(points)) or "none"
-        raise UsageError(f"there is no cluster {name!r} (installed: {known}){suggestion(name, points)}")
-    cluster: Cluster = points[name].load()(rest)
+    cluster: Cluster = load_plugin(GROUP, name, "cluster")(rest)
     return cluster

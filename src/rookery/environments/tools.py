@@ -14,14 +14,13 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from enum import Enum
-from importlib.metadata import entry_points
 from typing import Any, Final, Self, overload
 
 import msgspec
 
 from rookery.core import ToolSchema, UsageError
 from rookery.core.errors import describe
-from rookery.core.options import import_attribute
+from rookery.core.options import import_attribute, load_plugin
 from rookery.environments.context import Context
 from rookery.environments.text import clip
 
@@ -317,18 +316,7 @@ def find_tool(name: str, known: Sequence[str] = ()) -> Tool:
     if ":" in name:
         target = import_attribute(name, "tool")
     else:
-        points = {point.name: point for point in entry_points(group=GROUP)}
-        if name not in points:
-            names = ", ".join(dict.fromkeys((*known, *sorted(points)))) or "none"
-            raise UsageError(
-                f"unknown tool {name!r:.80}: known are {names}; or name a function as module:function"
-            )
-        try:
-            target = points[name].load()
-        except (Exception, SystemExit) as error:
-            raise UsageError(
-                f"the tool {name!r} ({points[name].value}) cannot be imported: {describe(error)}"
-            ) from error
+        target = load_plugin(GROUP, name, "tool", more=known, hint="; or name a function as module:function")
     return target if isinstance(target, Tool) else Tool(target)
 
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rookery.core import SandboxSpec, UsageError
-from rookery.core.errors import describe, suggestion
+from rookery.core.errors import describe
+from rookery.core.options import list_plugins, load_plugin
 from rookery.sandboxes.leases import is_owner_alive, read_start_ticks
 from rookery.sandboxes.protocol import (
     Command,
@@ -198,7 +199,7 @@ def is_remote(name: str) -> bool:
 
 def provider_names() -> list[str]:
     """Return the names of all installed providers."""
-    return sorted(_entry_points())
+    return list_plugins(ENTRY_POINT_GROUP)
 
 
 def open_provider(name: str, home: ProviderHome) -> Provider:
@@ -206,11 +207,7 @@ def open_provider(name: str, home: ProviderHome) -> Provider:
 
     Raise `UsageError` if no provider of this name is installed.
     """
-    found = _entry_points()
-    if name not in found:
-        known = ", ".join(sorted(found)) or "none"
-        raise UsageError(f"unknown sandbox provider {name!r}; installed: {known}{suggestion(name, found)}")
-    provider: Provider = found[name].load()(home)
+    provider: Provider = load_plugin(ENTRY_POINT_GROUP, name, "sandbox provider")(home)
     return provider
 
 

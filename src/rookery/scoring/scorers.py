@@ -13,14 +13,13 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
 from rookery.core import Message, RookeryError, Sampling, SandboxError, ScoringError, Task, TaskError, UsageError
-from rookery.core.errors import describe, suggestion
-from rookery.core.options import import_attribute
+from rookery.core.errors import describe
+from rookery.core.options import import_attribute, list_plugins, load_plugin
 from rookery.gateway import Model
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.scoring.answer_process import check_answer
@@ -419,7 +418,7 @@ def _shorten(text: str) -> str:
 
 def list_scorers() -> list[str]:
     """Return the names of the installed scorers, sorted."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
+    return list_plugins(GROUP)
 
 
 def make_scorer(scorer: ScorerInput) -> Scorer:
@@ -438,7 +437,10 @@ def make_scorer(scorer: ScorerInput) -> Scorer:
     name = arguments.pop("name", None)
     if not isinstance(name, str) or not all(isinstance(key, str) for key in arguments):
         raise UsageError(f"a scorer must be a name, or a table with `name` and arguments, not {scorer!r:.100}")
-    target = _find_scorer(name)
+    if ":" in name:
+        target = import_attribute(name, "scorer")
+    else:
+        target = load_plugin(GROUP, name, "scorer", hint="; or name a function as module:function")
     if isinstance(target, type) and issubclass(target, Scorer):
         try:
             return target(**arguments)
@@ -454,24 +456,6 @@ def make_scorer(scorer: ScorerInput) -> Scorer:
     if callable(target):
         return FunctionScorer(target)
     raise UsageError(f"{name!r} is of type {type(target).__name__}, not a scorer or a function")
-
-
-def _find_scorer(name: str) -> Any:
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if name in points:
-        try:
-            return points[name].load()
-        except (Exception, SystemExit) as error:
-            raise UsageError(
-                f"the scorer {name!r} ({points[name].value}) cannot be imported: {describe(error)}"
-            ) from error
-    if ":" not in name:
-        known = ", ".join(sorted(points))
-        raise UsageError(
-            f"unknown scorer {name!r:.80}: known are {known}; or name a function as module:function"
-            f"{suggestion(name, points)}"
-        )
-    return import_attribute(name, "scorer")
 
 
 async def apply_scorer(scorer: Scorer, submission: Submission, low: float, high: float) -> Score | Ungraded:

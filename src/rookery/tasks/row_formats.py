@@ -15,11 +15,10 @@ import pickletools
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import Any, Final, TypeAlias
 
-from rookery.core import UsageError
-from rookery.core.errors import describe, suggestion
+from rookery.core.errors import describe
+from rookery.core.options import load_plugin
 
 GROUP: Final = "rookery.row_formats"
 MAX_CASES_BYTES: Final = 256 << 20
@@ -44,7 +43,7 @@ def make_converter(row_format: str = "", columns: Mapping[str, str] | None = Non
     """
     if not row_format and not columns:
         return None
-    convert = _find_converter(row_format) if row_format else None
+    convert: RowConverter | None = load_plugin(GROUP, row_format, "row format") if row_format else None
     names = dict(columns or {})
 
     def apply(row: Row) -> Row:
@@ -58,18 +57,6 @@ def make_converter(row_format: str = "", columns: Mapping[str, str] | None = Non
         return convert(renamed) if convert is not None else renamed
 
     return apply
-
-
-def _find_converter(name: str) -> RowConverter:
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in points:
-        known = ", ".join(sorted(points))
-        raise UsageError(f"unknown row format {name!r:.80}: known are {known}{suggestion(name, points)}")
-    try:
-        found: RowConverter = points[name].load()
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the row format {name!r} cannot be imported: {describe(error)}") from error
-    return found
 
 
 def _take(row: Row, *names: str, kind: type | tuple[type, ...] = str) -> Any:
