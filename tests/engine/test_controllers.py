@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import CAUSES, Attempt, Cancelled, Completed, Failed, Outcome, Truncated
-from rookery.engine.circuit_breaker import CircuitBreaker
+from rookery.engine.circuit_breaker import MIN_ATTEMPTS, CircuitBreaker
 from rookery.engine.crash_attribution import KILLS_ALONE, CrashAttribution
 from rookery.engine.retry import MAX_UNCHARGED, Final, Retry, RetryPolicy
 
@@ -142,7 +142,7 @@ def test_breaker_opens_at_the_failure_rate_over_a_minimum_of_attempts(
         bad = isinstance(outcome, Failed) and outcome.fault != "task"
         seen.append(bad)
         last = seen[-window:]
-        over = bad and len(last) >= breaker.minimum and sum(last) > rate * (len(last) + under_way)
+        over = bad and len(last) >= MIN_ATTEMPTS and sum(last) > rate * (len(last) + under_way)
         assert opened_now == over
         assert bool(breaker.message) == over
         if over:
@@ -153,7 +153,7 @@ def test_breaker_opens_at_the_failure_rate_over_a_minimum_of_attempts(
 
 def test_few_early_failures_do_not_open_the_breaker() -> None:
     breaker = CircuitBreaker(0.5)
-    assert not any(feed(breaker, [BUG] * (breaker.minimum - 1)))
+    assert not any(feed(breaker, [BUG] * (MIN_ATTEMPTS - 1)))
     assert feed(breaker, [BUG]) == [True]
     assert feed(breaker, [BUG]) == [False], "the breaker opens once"
 

@@ -10,17 +10,18 @@ from collections import Counter, deque
 
 from rookery.core import Cancelled, Failed, Outcome, get_cause
 
+MIN_ATTEMPTS = 20
+
 
 class CircuitBreaker:
     """Tracks the failure rate over a window of the latest attempts.
 
     The window has 100 attempts, or twice the concurrency if that is more. The breaker opens if more than `rate` of
-    the attempts failed and at least `minimum` attempts have ended. It never opens if `rate` is None.
+    the attempts failed and at least `MIN_ATTEMPTS` have ended. It never opens if `rate` is None.
     """
 
-    def __init__(self, rate: float | None = 0.5, *, concurrency: int = 1, minimum: int = 20) -> None:
+    def __init__(self, rate: float | None = 0.5, *, concurrency: int = 1) -> None:
         self.rate = rate
-        self.minimum = minimum
         self._causes: deque[str] = deque(maxlen=max(100, 2 * concurrency))
         """The cause code of each of the latest attempts; an empty string for an attempt that does not count as
         failed."""
@@ -42,7 +43,7 @@ class CircuitBreaker:
         self._causes.append(cause)
         self._failures += bool(cause)
         seen = len(self._causes)
-        if not cause or seen < self.minimum or self._failures <= self.rate * (seen + running):
+        if not cause or seen < MIN_ATTEMPTS or self._failures <= self.rate * (seen + running):
             return False
         worst, count = Counter(filter(None, self._causes)).most_common(1)[0]
         self.message = (

@@ -35,7 +35,7 @@ class ImportHangError(UsageError):
 
 
 @contextmanager
-def import_watchdog(source: str, idle: float = IDLE_SECONDS, busy: float = BUSY_SECONDS) -> Iterator[None]:
+def import_watchdog(source: str) -> Iterator[None]:
     """Raise `ImportHangError` inside the block if the import of `source`, which runs there, hangs.
 
     `idle` and `busy` are the seconds without progress after which an import counts as hung: without CPU use, and
@@ -44,7 +44,7 @@ def import_watchdog(source: str, idle: float = IDLE_SECONDS, busy: float = BUSY_
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
-    watchdog = _Watchdog(source, idle, busy)
+    watchdog = _Watchdog(source)
     previous = signal.signal(signal.SIGALRM, watchdog.on_alarm)
     signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
     try:
@@ -55,10 +55,8 @@ def import_watchdog(source: str, idle: float = IDLE_SECONDS, busy: float = BUSY_
 
 
 class _Watchdog:
-    def __init__(self, source: str, idle: float, busy: float) -> None:
+    def __init__(self, source: str) -> None:
         self._source = source
-        self._idle = idle
-        self._busy = busy
         self._started = time.monotonic()
         self._warned = False
         self._modules = len(sys.modules)
@@ -74,7 +72,7 @@ class _Watchdog:
             self._warned = True
             log.warning("the import of the environment %s takes long; it is at %s", self._source, _locate(frame))
         is_idle = time.process_time() - self._cpu < IDLE_CPU_SHARE * stalled
-        if stalled > self._busy or (is_idle and stalled > self._idle):
+        if stalled > BUSY_SECONDS or (is_idle and stalled > IDLE_SECONDS):
             self._last_progress, self._cpu = now, time.process_time()
             raise ImportHangError(
                 f"the import of {self._source} hangs: it made no progress for {stalled:.0f} seconds at "

@@ -28,9 +28,9 @@ ATIF_VERSION: Final = "ATIF-v1.7"
 _SPEAKERS: Final = {"user": "human", "assistant": "gpt", "tool": "observation", "developer": "system"}
 
 
-def find_conversations(turns: Sequence[Turn], role: str = "policy") -> list[list[Turn]]:
-    """Return the conversations of a role as paths of turns, the latest one first."""
-    own = {turn.index: turn for turn in turns if turn.role == role}
+def find_conversations(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Return the conversations of the policy as paths of turns, the latest one first."""
+    own = {turn.index: turn for turn in turns if turn.role == "policy"}
     kept = {turn.index: turn for turn in trim_partial_turns(list(own.values()))} or own
     continued = {turn.parent for turn in kept.values()}
     found = []

@@ -178,12 +178,9 @@ class Journal(ClosesOnExit):
         """Set the status of the group with index `idx`."""
         self._append([(SET_GROUP, (status, idx))])
 
-    def add_rollout(self, record: Rollout, encoded: bytes | None = None) -> None:
-        """Store the final record of a rollout.
-
-        `encoded` is the record without its segments, encoded as msgpack, if the caller has already encoded it.
-        """
-        self._append([(ADD_ROLLOUT, _row(record, encoded))])
+    def add_rollout(self, record: Rollout) -> None:
+        """Store the final record of a rollout, without its segments."""
+        self._append([(ADD_ROLLOUT, _row(record))])
 
     def add_attempt(self, rollout_id: str, attempt: Attempt) -> None:
         """Store an attempt after which its rollout is retried.
@@ -228,7 +225,7 @@ class Journal(ClosesOnExit):
         """Store new records of several rollouts, as `replace_rollout` does, in one transaction."""
         ops: list[Op] = []
         for record in records:
-            ops += [(SUPERSEDE, (record.id, reason, False)), (ADD_ROLLOUT, _row(record, None))]
+            ops += [(SUPERSEDE, (record.id, reason, False)), (ADD_ROLLOUT, _row(record))]
         self._append(ops)
 
     @property
@@ -441,12 +438,10 @@ def _plain(record: Task | Rollout | Attempt, what: str) -> bytes:
         raise UnencodableError(f"{what} {record.id!r} contains a value that cannot be encoded: {error}") from error
 
 
-def _row(record: Rollout, encoded: bytes | None) -> tuple[Any, ...]:
+def _row(record: Rollout) -> tuple[Any, ...]:
     """Return the record as a row of the table `rollouts`, without `seq`."""
     outcome = record.outcome
-    if encoded is None:
-        bare = msgspec.structs.replace(record, segments=[]) if record.segments else record
-        encoded = _plain(bare, "rollout")
+    bare = msgspec.structs.replace(record, segments=[]) if record.segments else record
     fault, cause = (outcome.fault, outcome.cause) if isinstance(outcome, Failed) else (None, None)
     ended = record.attempts[-1].ended if record.attempts else time.time()
     kind: str = outcome.__struct_config__.tag  # type: ignore[assignment]
@@ -461,7 +456,7 @@ def _row(record: Rollout, encoded: bytes | None) -> tuple[Any, ...]:
         cause,
         record.reward,
         ended,
-        encoded,
+        _plain(bare, "rollout"),
     )
 
 

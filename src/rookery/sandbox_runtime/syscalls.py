@@ -128,8 +128,8 @@ def mount_filesystem(kind: str, target: str, options: list[tuple[str, str]]) -> 
     return True
 
 
-def unmount(target: str, flags: int = MNT_DETACH) -> None:
-    _check(_libc.umount2(os.fsencode(target), flags), f"umount {target}")
+def unmount(target: str) -> None:
+    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:

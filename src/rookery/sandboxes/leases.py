@@ -119,9 +119,9 @@ def destroy_sandbox(home: Path, sandbox_id: str, marker: str) -> int:
     return left
 
 
-def kill_marked(marker: str, *, seconds: float = KILL_SECONDS) -> int:
-    """Kill all processes with this marker and their descendants, for up to `seconds`; return how many are left."""
-    end = time.monotonic() + seconds
+def kill_marked(marker: str) -> int:
+    """Kill all processes with this marker and their descendants; return how many are left after `KILL_SECONDS`."""
+    end = time.monotonic() + KILL_SECONDS
     empty_scans = 0
     while True:
         victims = find_marked(marker)

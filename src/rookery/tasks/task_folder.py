@@ -78,12 +78,9 @@ class TaskFolder:
             return None
         return text.removeprefix("\ufeff")
 
-    def script(self, name: str, *, needed: bool = False) -> str:
-        """Return the path of a script, or an empty string if it is missing or not a text file.
-
-        Problems are reported; a missing script is a problem only with `needed`.
-        """
-        return self._inside(name) if self.text(name, needed=needed, empty=True) is not None else ""
+    def script(self, name: str) -> str:
+        """Return the path of a script; report a problem and return an empty string if it is not a text file."""
+        return self._inside(name) if self.text(name, empty=True) is not None else ""
 
     def part(self, name: str, target: str) -> tuple[FileMapping, ...]:
         """Return the mapping of a subdirectory to the path `target` in the sandbox.

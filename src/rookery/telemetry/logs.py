@@ -64,9 +64,9 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, default=str, separators=(",", ":"))
 
 
-def make_formatter(kind: LogFormat, *, run: str = "", process: str = "", text: str = TEXT) -> logging.Formatter:
-    """Return the formatter for a log handler. `text` is the format of text logs."""
-    return JsonFormatter(run, process) if kind == "json" else logging.Formatter(text)
+def make_formatter(kind: LogFormat, *, run: str = "", process: str = "") -> logging.Formatter:
+    """Return the formatter for a log handler."""
+    return JsonFormatter(run, process) if kind == "json" else logging.Formatter(TEXT)
 
 
 def set_log_format(kind: LogFormat, *, run: str = "", process: str = "") -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from rookery.core import Message, RookeryError, ToolCall
 from rookery.core.messages import Role
-from rookery.core.strict import strict_json
+from rookery.core.strict_json import strict_json
 
 MessageKey: TypeAlias = tuple[object, ...]
 

@@ -1,6 +1,7 @@
 """Draw the curves of runs as PNG and SVG. Needs matplotlib."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,10 @@ def _draw_run(axes: Any, folder: Path, *, single: bool) -> None:
     rewards = [reward for reward in index.numbers["reward"] if not isnan(reward)]
     if rewards:
         axes["rewards"].hist(rewards, bins=20, alpha=0.6, color=line.get_color())
-    axes["ended"].plot(times, _add_up(series["ended"]), color=line.get_color())
+    axes["ended"].plot(times, list(accumulate(series["ended"])), color=line.get_color())
     for cause, counts in sorted(series["failed"].items(), key=lambda pair: -sum(pair[1]))[:8]:
         axes["failed"].plot(
-            times, _add_up(counts), label=cause if single else f"{folder.name} {cause}", linewidth=1
+            times, list(accumulate(counts)), label=cause if single else f"{folder.name} {cause}", linewidth=1
         )
     if single:
         for stage, means in series["stages"].items():
@@ -89,11 +90,3 @@ def _known(times: list[float], values: Sequence[float | None]) -> tuple[list[flo
     """Return the points of a curve, without the intervals that have no value."""
     points = [(time, value) for time, value in zip(times, values, strict=True) if value is not None]
     return [time for time, _ in points], [value for _, value in points]
-
-
-def _add_up(counts: Sequence[int]) -> list[int]:
-    total, found = 0, []
-    for count in counts:
-        total += count
-        found.append(total)
-    return found

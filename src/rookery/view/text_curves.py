@@ -1,6 +1,7 @@
 """The curves of a run as text, for terminals: one line per curve."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
@@ -58,8 +59,10 @@ def draw_run(folder: Path) -> list[TextCurve]:
         index.update(reader)
     series = build_series(index)
     curves = [("reward so far", running_mean(series)), ("reward by interval", series["reward"])]
-    curves.append(("ended rollouts", _add_up(series["ended"])))
-    curves += [(f"failed: {cause}", _add_up(counts)) for cause, counts in sorted(series["failed"].items())]
+    curves.append(("ended rollouts", list(accumulate(series["ended"]))))
+    curves += [
+        (f"failed: {cause}", list(accumulate(counts))) for cause, counts in sorted(series["failed"].items())
+    ]
     curves += [(f"seconds: {stage}", means) for stage, means in series["stages"].items()]
     return list(_draw(curves))
 
@@ -79,11 +82,3 @@ def _draw(curves: Any) -> Iterator[TextCurve]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and isfinite(value)]
     return sum(known) / len(known) if known else None
-
-
-def _add_up(counts: Sequence[float]) -> list[float]:
-    total, found = 0.0, []
-    for count in counts:
-        total += count
-        found.append(total)
-    return found

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from rookery.core import Finish, Message, ToolCall, UpstreamError, ints
-from rookery.core.strict import strict_json
+from rookery.core.strict_json import strict_json
 from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
 from rookery.upstreams.protocol import CallDelta, DecodeTokens, Delta, ModelReply, TopLogprobs
 

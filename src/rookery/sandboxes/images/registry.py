@@ -60,10 +60,9 @@ class _RetryableError(Exception):
 
 
 class RegistrySource:
-    def __init__(self, reference: ImageReference, platform: str, *, pause: float = FIRST_PAUSE) -> None:
+    def __init__(self, reference: ImageReference, platform: str) -> None:
         self._reference = reference
         self._platform = platform
-        self._pause = pause
         self._host = _HUB_HOST if reference.registry == HUB else reference.registry
         self._secure = not _is_this_machine(self._host)
         self._name = familiar_name(reference.name)
@@ -140,7 +139,7 @@ class RegistrySource:
 
         `progress` returns the number of bytes downloaded so far. The total number of calls is limited, too.
         """
-        tries, pause, most, seen = 0, self._pause, 20 * ATTEMPTS, progress()
+        tries, pause, most, seen = 0, FIRST_PAUSE, 20 * ATTEMPTS, progress()
         while True:
             try:
                 return once()
@@ -154,7 +153,7 @@ class RegistrySource:
                 reason, after = _describe(error), 0.0
             most -= 1
             if progress() > seen:
-                tries, pause, seen = 0, self._pause, progress()
+                tries, pause, seen = 0, FIRST_PAUSE, progress()
             tries += 1
             if tries >= ATTEMPTS or most <= 0:
                 raise image_unavailable(f"the image {self._name} could not be fetched from {self._host}", reason)
