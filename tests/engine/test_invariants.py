@@ -115,7 +115,7 @@ async def test_every_stage_has_a_deadline_that_the_engine_enforces(
     model: ModelServer, tmp_path: Path, stage: str, runners: int
 ) -> None:
     hangs = "run" if stage == "after" else stage
-    limits = msgspec.structs.replace(Limits(setup=20.0, run=20.0, score=20.0), **{hangs: 1.5})
+    limits = msgspec.structs.replace(Limits(setup=60.0, run=60.0, score=60.0), **{hangs: 5.0})
     tasks = [row(**{stage: {"0": "hang"}})]
     (group,) = await run_groups(model, tmp_path, tasks, k=2, limits=limits, runners=runners)
     first, second = group.rollouts
@@ -130,7 +130,7 @@ async def test_every_stage_has_a_deadline_that_the_engine_enforces(
 async def test_run_deadline_while_policy_or_sandbox_works_truncates_and_scores(
     model: ModelServer, tmp_path: Path, action: str
 ) -> None:
-    (group,) = await run_groups(model, tmp_path, [row(run=action, score="tell-truncated")], limits=Limits(run=0.3))
+    (group,) = await run_groups(model, tmp_path, [row(run=action, score="tell-truncated")], limits=Limits(run=2.0))
     assert group.rollouts[0].outcome == Truncated("time")
     assert group.rollouts[0].info == {"truncated": "time"}
     assert group.rewards == [0.5]
@@ -141,7 +141,7 @@ async def test_setup_or_score_deadline_in_a_sandbox_or_model_call_is_infra(
     model: ModelServer, tmp_path: Path
 ) -> None:
     tasks = [row(setup="hang-in-sandbox"), row(score="hang-in-policy")]
-    groups = await run_groups(model, tmp_path, tasks, limits=Limits(setup=0.3, score=0.3), breaker=None)
+    groups = await run_groups(model, tmp_path, tasks, limits=Limits(setup=1.0, score=1.0), breaker=None)
     assert [label(group.rollouts[0].outcome) for group in groups] == ["engine.setup", "scoring.timeout"]
     assert [len(group.rollouts[0].attempts) for group in groups] == [3, 3]
 

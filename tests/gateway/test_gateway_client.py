@@ -69,14 +69,17 @@ async def test_unanswered_register_status_and_cancel_are_infra_faults(monkeypatc
     registration = make_registration("a", Limits(), Sampling(), 0, 60.0)
     session: Any = SimpleNamespace(watch=None, truncated=None, adopt=lambda turns: None)
     async with client_of_server(answers) as (client, _):
-        for name in ("register", "status", "fetch_record", "cancel"):
-            monkeypatch.setitem(getattr(GatewayClient, name).__kwdefaults__, "timeout", 0.2)
         silent_at = "POST /rollouts"
-        with pytest.raises(NoResponseError) as register:
-            async with open_gateway_session(client, session, registration):
-                raise AssertionError("the session was opened")
-        silent_at = "GET /rollouts/a"
+        with monkeypatch.context() as patch:
+            patch.setitem(GatewayClient.register.__kwdefaults__, "timeout", 0.2)
+            with pytest.raises(NoResponseError) as register:
+                async with open_gateway_session(client, session, registration):
+                    raise AssertionError("the session was opened")
+        for name in ("status", "fetch_record", "cancel"):
+            monkeypatch.setitem(getattr(GatewayClient, name).__kwdefaults__, "timeout", 0.2)
+        silent_at = ""
         async with open_gateway_session(client, session, registration) as gateway_session:
+            silent_at = "GET /rollouts/a"
             with pytest.raises(NoResponseError) as look:
                 await gateway_session.truncation()
             silent_at = "POST /rollouts/a/cancel"

@@ -15,7 +15,7 @@ from rookery.scoring.programs import ProgramLimits
 from rookery.scoring.rewards import Score
 from tests.scoring.problems import HOSTILE, HOSTILE_PRELUDE, SECRET, SECRET_TESTS, TASKS, hostile
 
-LIMITS = ProgramLimits(wall=5.0)
+LIMITS = ProgramLimits(wall=60.0)
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ async def test_correct_submissions_are_rewarded_and_wrong_ones_are_not(provider:
 @pytest.mark.parametrize("provider", ["local", "subprocess"])
 async def test_hostile_submissions_get_no_reward(provider: str) -> None:
     names = list(HOSTILE) if provider == "local" else ["exits early", "equal to everything", "says verdicts"]
-    task = CodeTask(id="secret", tests=SECRET_TESTS, entry_point="f", limits=ProgramLimits(wall=5.0))
+    task = CodeTask(id="secret", tests=SECRET_TESTS, entry_point="f", limits=LIMITS)
     async with grader(provider) as one, asyncio.TaskGroup() as group:
         grades = {name: group.create_task(one.grade(task, hostile(name))) for name in names}
         fine = group.create_task(one.grade(task, f"def f(x):\n    return {SECRET}\n"))
@@ -165,7 +165,7 @@ async def test_submission_that_crashes_the_grader_twice_gets_the_minimum() -> No
         id="huge",
         tests="def test_it():\n    n = f(1)\n    while n > 0: n -= 1\n",
         solution="def f(x):\n    return 1\n",
-        limits=ProgramLimits(wall=1.0),
+        limits=ProgramLimits(wall=4.0),
     )
     async with grader(low=-1.0) as one:
         grade = await one.grade(task, "def f(x):\n    return 10 ** 30\n")
@@ -212,11 +212,11 @@ async def test_user_function_gets_a_fresh_sandbox_and_its_reward_is_validated() 
         return Score(0.25, {"style": 0.5})
 
     async with grader() as one:
-        assert (await one.grade_by(grade, task, "print(0.5)", wall=10)).reward == 0.5
-        assert (await one.grade_by(plain, task, "", wall=10)).parts == {"style": 0.5}
+        assert (await one.grade_by(grade, task, "print(0.5)", wall=60)).reward == 0.5
+        assert (await one.grade_by(plain, task, "", wall=60)).parts == {"style": 0.5}
         assert (await one.grade_by(slow, task, "", wall=0.05)).reward == 0.0
         with pytest.raises(ScoringError):
-            await one.grade_by(grade, task, "print('inf')", wall=10)
+            await one.grade_by(grade, task, "print('inf')", wall=60)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rookery.scoring.test_analysis import analyze_tests
 @asynccontextmanager
 async def grader(**settings: Any) -> AsyncIterator[Grader]:
     async with ProgramRunner("local", concurrency=4) as programs:
-        yield Grader.from_runner(programs, limits=ProgramLimits(wall=5.0), **settings)
+        yield Grader.from_runner(programs, limits=ProgramLimits(wall=60.0), **settings)
 
 
 async def graded(task: CodeTask, submissions: dict[str, str], **settings: Any) -> dict[str, Grade]:
@@ -136,7 +136,7 @@ async def test_isolation_is_decided_with_the_solution_before_a_submission_runs()
             opened += 1
             return await programs.create(spec)
 
-        one = Grader(programs.spec, counted, programs.gate, limits=ProgramLimits(wall=5.0))
+        one = Grader(programs.spec, counted, programs.gate, limits=ProgramLimits(wall=60.0))
         async with asyncio.TaskGroup() as group:
             grades = [group.create_task(one.grade(task, "def f(x):\n    return x\n")) for _ in range(4)]
         assert [grade.result().reward for grade in grades] == [1.0] * 4
@@ -394,13 +394,13 @@ async def test_approx_compares_non_finite_numbers_exactly(tests: str, value: str
 @pytest.mark.long
 async def test_tests_not_finished_within_the_grading_time_get_the_verdict_time() -> None:
     slow = "import time\ndef f(n):\n    time.sleep(2 * (n > 0))\n    return n\n"
-    tests = CodeTask(id="slow", tests=[f"assert f({n}) == {n}" for n in range(50)])
-    grade = (await graded(tests, {"slow": slow}, seconds=8.0, partial=True))["slow"]
+    tests = CodeTask(id="slow", tests=[f"assert f({n}) == {n}" for n in range(200)])
+    grade = (await graded(tests, {"slow": slow}, seconds=12.0, partial=True))["slow"]
     assert (grade.tests[0].verdict, grade.tests[-1].verdict) == ("passed", "time"), grade
     assert 0 < grade.reward < 0.5
     shared = msgspec.structs.replace(tests, tests=["assert callable(f)", *tests.tests])
-    grade = (await graded(shared, {"slow": slow}, seconds=8.0))["slow"]
+    grade = (await graded(shared, {"slow": slow}, seconds=12.0))["slow"]
     assert (grade.reward, grade.isolation, grade.tests[-1].verdict) == (0.0, "shared", "time"), grade
     cases = parse_code_task({"id": "cases", "prompt": "", "cases": [{"stdout": "1"}] * 40})
-    grade = (await graded(cases, {"slow": "import time\ntime.sleep(4)\nprint(1)\n"}, seconds=8.0))["slow"]
+    grade = (await graded(cases, {"slow": "import time\ntime.sleep(4)\nprint(1)\n"}, seconds=12.0))["slow"]
     assert (grade.reward, grade.tests[-1].verdict) == (0.0, "time"), grade

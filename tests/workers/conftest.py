@@ -22,7 +22,7 @@ from tests.sandboxes.docker.engine import IMAGE
 __all__ = ["engine", "image_archives"]
 
 MB = 1 << 20
-LIMITS = WorkerLimits(wall=20.0, memory=192 * MB, processes=32, output=4096)
+LIMITS = WorkerLimits(wall=60.0, memory=192 * MB, processes=32, output=4096)
 
 
 class OpenWorker(Protocol):

@@ -54,10 +54,10 @@ async def test_host_functions_have_their_own_deadline(open_worker: OpenWorker) -
 
     functions = {"slow": slow, "never": HostFunction(call=never, timeout=0.1)}
     async with open_worker(functions=functions) as worker:
-        cell = await worker.run("slow(2.2)", limits=CellLimits(wall=2))
+        cell = await worker.run("slow(5.2)", limits=CellLimits(wall=5))
         assert (cell.status, cell.value) == ("ok", "1")
-        assert cell.function_seconds >= 2.2
-        assert cell.usage.wall < 2
+        assert cell.function_seconds >= 5.2
+        assert cell.usage.wall < 5
         cell = await worker.run("try:\n    never()\nexcept TimeoutError as e:\n    print(e)")
         assert cell.ok
         assert cell.stdout.startswith("never()")
@@ -166,4 +166,4 @@ async def test_malformed_frames_neither_hang_nor_break_the_host(output: bytes, h
 async def test_too_long_frame_is_refused_early() -> None:
     sandbox: Any = FakeMonitorSandbox(f.HEAD.pack(0xFFFFFFFF, f.HELLO) + b"x" * 5000)
     with pytest.raises(SandboxError, match="4294967295"):
-        await Worker.open(sandbox, timeout=5.0)
+        await Worker.open(sandbox, timeout=60.0)

@@ -104,14 +104,14 @@ FAILING_CELLS = [
         "processor time",
         "while True: pass",
         "time_limit",
-        limits=CellLimits(wall=20, cpu_seconds=0.2),
+        limits=CellLimits(wall=60, cpu_seconds=0.2),
         named="0.2",
     ),
     FailingCell(
         "processor time of children",
         "import os\nfor _ in range(3):\n    if os.fork() == 0:\n        while True: pass\nos.wait()",
         "time_limit",
-        limits=CellLimits(wall=20, cpu_seconds=0.3),
+        limits=CellLimits(wall=60, cpu_seconds=0.3),
         named="0.3",
     ),
     FailingCell(

@@ -16,6 +16,7 @@ from rookery.gateway import ModelRole
 from rookery.trajectories import build_segments
 from rookery.upstreams.protocol import ModelReply, ModelRequest, OnDelta, OnWait
 from tests.environments.helpers import Attempt, ScriptedUpstream
+from tests.waiting import advance_clock, wait_until
 
 
 class EchoUpstream(ScriptedUpstream):
@@ -169,10 +170,13 @@ async def test_hung_sub_call_ends_at_its_own_deadline() -> None:
     await tree.close()
 
 
-async def test_sub_calls_leave_time_for_the_root() -> None:
-    tree, attempt, echo = make_tree(run=0.4)
+async def test_sub_calls_leave_time_for_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, attempt, echo = make_tree(run=1000.0)
+    call = asyncio.create_task(tree.call(sub_call("never")))
+    await wait_until(lambda: echo.running)
+    advance_clock(monkeypatch, 960.0)  # a twentieth is reserved
     with pytest.raises((CallFailed, BudgetExhausted)):
-        await tree.call(sub_call("never"))
+        await call
     with pytest.raises(BudgetExhausted):
         await tree.call(sub_call("a"))
     assert tree.left(0)["seconds_left"] == 0.0

@@ -39,9 +39,9 @@ async def test_command_over_its_time_limit_is_killed_and_the_shell_survives(tmp_
     async with open_local_sandbox(tmp_path) as sandbox:
         attempt = make_attempt(sandbox, "/tmp")
         await run_tool(attempt, "x=kept")
-        killed = await run_tool(attempt, "echo before; trap '' TERM INT; sleep 60", limit=2.0)
+        killed = await run_tool(attempt, "echo before; trap '' TERM INT; sleep 60", limit=8.0)
         assert killed.startswith("before\n")
-        assert " 2 s" in killed
+        assert " 8 s" in killed
         assert await run_tool(attempt, "echo $x") == "kept\n[exit code 0]"
         assert attempt.ctx.metrics["bash/time_limit"] == 1
         tool = str(await TOOL.invoke({"command": "sleep 60", "timeout": 0.3}, attempt.ctx, 30.0))

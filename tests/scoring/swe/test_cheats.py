@@ -99,9 +99,9 @@ async def test_careless_grader_rewards_many_cheats(open_sandbox: Open, tmp_path:
         await prepare(sandbox, small_task(tmp_path), timeout=60.0)
         await act(sandbox, cheat)
         await sandbox.write("/work/test.sh", PYTEST_LIKE.encode())
-        await sandbox.exec(Command(argv=("bash", "-l", "/work/test.sh"), cwd="/workspace", wall=20.0))
+        await sandbox.exec(Command(argv=("bash", "-l", "/work/test.sh"), cwd="/workspace", wall=60.0))
         found = await sandbox.exec(
-            Command(argv=("timeout", "1", "sh", "-c", "cat /logs/verifier/reward.*"), cwd="/", wall=10.0)
+            Command(argv=("timeout", "5", "sh", "-c", "cat /logs/verifier/reward.*"), cwd="/", wall=60.0)
         )
         if b"1" in found.stdout:
             paid.add(cheat.name)

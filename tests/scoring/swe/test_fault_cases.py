@@ -89,7 +89,7 @@ async def test_hanging_submission_gets_the_minimum_with_little_time(
 ) -> None:
     changes = {} if solution else {"solution": ()}
     task = small_task(tmp_path, script=HANGS, timeout=600.0, **changes)
-    grade = await attempt(open_sandbox, task, "echo slow >> calc.py", spec=LOCAL, low=-1.0, seconds=15.0)
+    grade = await attempt(open_sandbox, task, "echo slow >> calc.py", spec=LOCAL, low=-1.0, seconds=30.0)
     assert (grade.reward, grade.score.metrics["grade/time"]) == (-1.0, 1.0), grade
 
 
@@ -99,10 +99,10 @@ async def test_solution_without_enough_time_is_no_evidence_against_the_task(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     task = small_task(tmp_path, script="# ROOKERY_RUN\nsleep 1000\n", timeout=600.0)
-    grade = await attempt(open_sandbox, task, REPAIR, spec=LOCAL, seconds=12.0)
+    grade = await attempt(open_sandbox, task, REPAIR, spec=LOCAL, seconds=30.0)
     assert grade.reward == 0.0, grade
     (tmp_path / "solution" / "solve.sh").write_text("#!/bin/sh\nsleep 1000\n")
-    grade = await attempt(open_sandbox, small_task_again(tmp_path, task), REPAIR, spec=LOCAL, seconds=12.0)
+    grade = await attempt(open_sandbox, small_task_again(tmp_path, task), REPAIR, spec=LOCAL, seconds=30.0)
     assert grade.reward == 0.0, grade
 
 
