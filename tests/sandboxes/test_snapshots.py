@@ -17,6 +17,7 @@ from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.processes import send_signal
 from tests.sandboxes.hostile.inspection import get_keeper_pid
 from tests.sandboxes.owner_process import SPEC, wait_while
+from tests.waiting import wait_until
 
 LIST = r"""
 import hashlib, json, os, stat, sys
@@ -206,6 +207,11 @@ async def test_cancelled_or_late_snapshot_leaves_nothing(
     assert await sandbox.diff(name) == {}
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped or has ended."""
+    return (processes.read_stat(pid) or ("X",))[0] in "TXZ"
+
+
 async def stop_snapshot_midway(sandbox: LocalSandbox, keeper: int) -> "tuple[asyncio.Task[str], int]":
     """Start a snapshot and stop its worker process; return the task and the number of snapshots that finished."""
     for tried in range(50):
@@ -216,7 +222,8 @@ async def stop_snapshot_midway(sandbox: LocalSandbox, keeper: int) -> "tuple[asy
             await asyncio.sleep(0)
             new = set(processes.list_children(keeper)) - before
         send_signal(new, signal.SIGSTOP)
-        await asyncio.wait({task}, timeout=0.2)
+        await wait_until(lambda task=task, new=new: task.done() or all(map(is_stopped, new)))
+        await asyncio.wait({task}, timeout=1.0)  # it may have been stopped just after the end
         if not task.done():
             return task, tried
         send_signal(new, signal.SIGCONT)
