@@ -203,15 +203,23 @@ async def test_listener_of_an_ended_session_returns_410() -> None:
         assert (status, response["error"]["code"]) == (410, "rollout_gone")
 
 
-async def test_cancelled_attach_leaves_no_listener_served() -> None:
+async def test_cancelled_attach_leaves_no_listener_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
+    attach = ListenerSender.attach
+
+    async def note_begin(*arguments: Any, **options: Any) -> None:
+        begun.set()
+        await attach(*arguments, **options)
+
+    monkeypatch.setattr(ListenerSender, "attach", note_begin)
     async with echo_model() as server, run_gateway(server.url) as gateway:
         await gateway.register({"id": "a"})
         for _ in range(20):
             listener = bound_socket()
             address = listener.getsockname()
+            begun.clear()
             attaching = asyncio.create_task(gateway.attach_listener("a", listener))
-            while not gateway._open_client._senders or "a" not in gateway._open_client._senders[0]._listeners:
-                await asyncio.sleep(0)
+            await begun.wait()
             attaching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await attaching

@@ -17,12 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rookery import Engine
 from rookery.core import UsageError
-from rookery.engine import run_metrics
+from rookery.engine.run_metrics import RunMetrics
 from rookery.journal import RunReader
 from rookery.telemetry import REGISTRY, Registry, parse_address, render
 from rookery.telemetry.metrics import Counter, Gauge, Histogram, decode_snapshot, encode_snapshot
 from tests.conftest import PROMETHEUS
-from tests.servers import ModelServer
+from tests.servers import ModelServer, free_port
 from tests.telemetry.conftest import ENV
 from tests.waiting import wait_until
 
@@ -224,17 +224,11 @@ async def test_address_in_use_is_refused_before_the_first_rollout(model: ModelSe
 
 
 async def test_engines_of_one_process_with_the_same_address_share_a_page(
-    model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ModelServer, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"policy": model.url, "runners": 0}
-    async with Engine(ENV, out=tmp_path / "one", metrics="127.0.0.1:0", **options) as first:
-        assert first._metrics is not None
-        address = first.metrics_url.removeprefix("http://").removesuffix("/metrics")
-        monkeypatch.setitem(run_metrics._pages, address, first._metrics._page)
-        async with (
-            Engine(ENV, out=tmp_path / "two", metrics=address, **options) as second,
-            aiohttp.ClientSession() as http,
-        ):
+    options: dict[str, Any] = {"policy": model.url, "runners": 0, "metrics": f"127.0.0.1:{free_port()}"}
+    async with Engine(ENV, out=tmp_path / "one", **options) as first:
+        async with Engine(ENV, out=tmp_path / "two", **options) as second, aiohttp.ClientSession() as http:
             assert second.metrics_url == first.metrics_url
             async with http.get(second.metrics_url) as response:
                 page = values(await response.read())
@@ -249,18 +243,16 @@ async def test_engine_is_closed_if_its_metrics_server_cannot_be(
 ) -> None:
     engine = Engine(ENV, policy=model.url, out=tmp_path, runners=0, metrics="127.0.0.1:0")
     await engine.__aenter__()
-    supervisor, metrics = engine.supervisor, engine._metrics
-    assert metrics is not None
-    close = metrics.close
+    supervisor, close = engine.supervisor, RunMetrics.close
 
-    async def fail() -> None:
-        await close()
+    async def fail(metrics: RunMetrics) -> None:
+        await close(metrics)
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(metrics, "close", fail)
+    monkeypatch.setattr(RunMetrics, "close", fail)
     with pytest.raises(asyncio.CancelledError):
         await engine.__aexit__(None, None, None)
-    assert supervisor._closing
+    assert supervisor.closing
     assert engine.folder is not None
     with RunReader(engine.folder) as reader:
         assert reader.status == "finished"
