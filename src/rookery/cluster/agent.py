@@ -21,9 +21,9 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -34,6 +34,7 @@ from rookery.cluster.placement import NodeResources
 from rookery.cluster.token_sender import SharedTokens, TokenSender
 from rookery.core import RookeryError
 from rookery.core.errors import describe
+from rookery.engine.background_tasks import BackgroundTasks
 from rookery.engine.framing import FramedConnection
 from rookery.engine.processes import new_event_loop
 from rookery.engine.run_services import RunGateway, RunKeeper
@@ -167,7 +168,7 @@ class Membership:
         """The prefixes of the files of live runners."""
         self._shared: SharedTokens | None = None
         """Reports the token files, if the runners write them to the run's directory themselves."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(self._on_failure)
         self.leaving = False
         """True if the supervisor has asked this node to leave."""
 
@@ -211,30 +212,23 @@ class Membership:
             case messages.Beat():
                 pass
             case messages.Welcome():
-                self._run(self._prepare(message))
+                self._tasks.start(self._prepare(message))
             case messages.StartRunner():
-                self._run(self._start_runner(message))
+                self._tasks.start(self._start_runner(message))
             case messages.KillRunner(name, stack):
                 if (runner := self._runners.get(name)) is not None:
                     runner.kill(stack=stack)
             case Pause():
-                self._run(self._pause_gateway(message))
+                self._tasks.start(self._pause_gateway(message))
             case Resume(version):
-                self._run(self._resume_gateway(version))
+                self._tasks.start(self._resume_gateway(version))
             case messages.Leave():
                 self.leaving = True
                 self._ended.set()
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the node failed", exc_info=error)
-            self._send(messages.NodeFailed(describe(error)))
+    def _on_failure(self, error: BaseException) -> None:
+        log.error("the node failed", exc_info=error)
+        self._send(messages.NodeFailed(describe(error)))
 
     async def _prepare(self, welcome: messages.Welcome) -> None:
         base = find_base_folder(self._config.node)
@@ -252,7 +246,7 @@ class Membership:
             self._gateway = RunGateway(settings)
             await self._gateway.open()
             if settings.metrics:
-                self._run(self._report_metrics(self._gateway))
+                self._tasks.start(self._report_metrics(self._gateway))
         sender = TokenSender(
             folder,
             self._config.host,
@@ -264,8 +258,8 @@ class Membership:
         )
         if welcome.shared:
             self._shared = await asyncio.to_thread(SharedTokens, folder, Path(welcome.shared))
-            self._run(self._shared.run(self._send))
-        self._run(sender.run())
+            self._tasks.start(self._shared.run(self._send))
+        self._tasks.start(sender.run())
         gateway = self._gateway.address if self._gateway is not None else None
         self._send(messages.NodeReady(str(folder), resources, gateway, problem))
 
@@ -325,9 +319,7 @@ class Membership:
     async def clean_up(self) -> None:
         for runner in list(self._runners.values()):
             runner.kill()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         while self._runners:  # each is removed when its exit is noticed
             self._changed.clear()
             await self._changed.wait()

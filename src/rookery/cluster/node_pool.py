@@ -19,7 +19,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from rookery.cluster.placement import NodeLoad, choose_node, compute_limit_per_c
 from rookery.cluster.remote_runner import RemoteRunner
 from rookery.core import Extent, JournalError, UsageError
 from rookery.core.errors import describe, suggestion
+from rookery.engine.background_tasks import BackgroundTasks
 from rookery.engine.framing import FramedConnection
 from rookery.engine.runner_handle import RunnerHandle
 from rookery.engine.runner_pool import RunnerPool, Stopped
@@ -254,7 +255,7 @@ class NodePool:
         self._collector_deaths = 0
         """Number of deaths of the collector since it last wrote something."""
         self._collector_heard = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(self._on_failure)
         self._without_node = 0.0
         self._closing = False
 
@@ -278,8 +279,8 @@ class NodePool:
                 stale.unlink()
             self._shared.touch()
         await self._start_collector()
-        self._run(accept_clients(self._listening, self._key, self._admit, self._run))
-        self._run(self._watch())
+        self._tasks.start(accept_clients(self._listening, self._key, self._admit, self._tasks.start))
+        self._tasks.start(self._watch())
         port = self._listening.getsockname()[1]
         self._launcher.start_agents(AgentConfig(host, port, self._key, ""), self._on_launcher_lost)
 
@@ -318,7 +319,7 @@ class NodePool:
                 )
             )
         else:
-            self._run(self._restart_collector())
+            self._tasks.start(self._restart_collector())
 
     async def _restart_collector(self) -> None:
         await self._end_collector()
@@ -348,9 +349,7 @@ class NodePool:
             await self._close_own()
 
     async def _close_own(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for node in self.nodes.values():
             node.connection.close()
         if self._collector_connection is not None:
@@ -362,15 +361,8 @@ class NodePool:
         if self._shared is not None:
             self._shared.unlink(missing_ok=True)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.runner_pool.owner.stop(Stopped(f"the cluster cannot be used: {describe(error)}"))
+    def _on_failure(self, error: BaseException) -> None:
+        self.runner_pool.owner.stop(Stopped(f"the cluster cannot be used: {describe(error)}"))
 
     # ---- nodes
 
@@ -573,7 +565,7 @@ class NodePool:
         for node in self.nodes.values():
             if node.gateway is not None:
                 node.send(Pause(number, mode, timeout))
-        self._run(self._fence_late_nodes(number, timeout + PAUSE_SLACK_SECONDS))
+        self._tasks.start(self._fence_late_nodes(number, timeout + PAUSE_SLACK_SECONDS))
 
     async def _fence_late_nodes(self, number: int, seconds: float) -> None:
         await asyncio.sleep(seconds)

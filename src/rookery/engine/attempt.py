@@ -423,7 +423,7 @@ class RunningAttempt:
         stack = "".join(line for frame in self.task.get_stack() for line in traceback.format_stack(frame, limit=1))
         detail = f"the {self.stage} stage did not end within {GRACE:g} seconds after it was cancelled"
         self._tainted = True
-        self.executor.run_in_background(self._release())
+        self.executor.background.start(self._release())
         if self._result is not None:  # only the teardown hangs: the outcome is known
             self._event("teardown.failed", detail=detail, traceback=stack)
             self._finish(*self._result, policy_loss=False)

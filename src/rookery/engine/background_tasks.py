@@ -1,16 +1,49 @@
-"""Cancel the asyncio tasks that an environment started and did not end. Runs in runner processes.
+"""Asyncio tasks that run in the background: those of an attempt, and those of an object of Rookery.
 
 A task that an attempt starts is cancelled when the attempt ends, unless it was started with `start_detached`.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from rookery.core.lifetimes import detached_context
 
 T = TypeVar("T")
+
+
+class BackgroundTasks:
+    """The background tasks of one object. `on_error` is called with the exception of a task that fails."""
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """The number of running tasks."""
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_error(error)
+
+    async def wait(self, timeout: float) -> None:
+        """Wait until all tasks have ended, for up to `timeout` seconds."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class AttemptTasks:

@@ -8,7 +8,7 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from rookery.core import CancelledReason, JournalError, RookeryError, Task, Usag
 from rookery.core.errors import describe
 from rookery.core.messages import NO_SAMPLING
 from rookery.engine.attempt import RunningAttempt
+from rookery.engine.background_tasks import BackgroundTasks
 from rookery.engine.runner_protocol import (
     NO_TOKENS,
     AttemptResult,
@@ -106,7 +107,8 @@ class Executor:
         self.gateway = GatewayClient(gateway) if gateway is not None else None
         environments = {name: one.environment for name, one in self.environments.items()}
         self.sandboxes = SandboxFactory(settings, environments, send, paused=pause is not None)
-        self._background: set[asyncio.Task[None]] = set()
+        self.background = BackgroundTasks(self._on_failure)
+        """Tasks that pause upstreams and close sandboxes. If one fails, an event is sent."""
         self._pause_number = 0
         self.paused = pause is not None
         self._disk_failed = False
@@ -245,7 +247,7 @@ class Executor:
             self.sandboxes.pause_prewarming(paused=True)
             for attempt in self.attempts.values():
                 attempt.hold()
-        self.run_in_background(self._pause_upstreams(pause))
+        self.background.start(self._pause_upstreams(pause))
 
     async def _pause_upstreams(self, pause: Pause) -> None:
         problem = ""
@@ -264,7 +266,7 @@ class Executor:
         policy = self.upstreams["policy"]
         if version is not None and not policy.paused:  # now: the next message may already start an attempt
             policy.version = version
-        self.run_in_background(self._resume_upstreams(version))
+        self.background.start(self._resume_upstreams(version))
         if self.paused:
             self.paused = False
             self.sandboxes.pause_prewarming(paused=False)
@@ -278,16 +280,8 @@ class Executor:
 
     # ---- shutdown
 
-    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start an asyncio task. If it fails, send an event. `close` waits for it for up to 30 seconds."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._on_background_done)
-
-    def _on_background_done(self, task: "asyncio.Task[None]") -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.send(RunnerEvent("cleanup.failed", {"detail": describe(error)}))
+    def _on_failure(self, error: BaseException) -> None:
+        self.send(RunnerEvent("cleanup.failed", {"detail": describe(error)}))
 
     async def close(self, reason: CancelledReason = "shutdown") -> None:
         """Cancel all attempts, wait until they have ended, and close sandboxes and connections."""
@@ -298,8 +292,7 @@ class Executor:
             for attempt in list(self.attempts.values()):
                 if attempt.task.done():
                     self.attempts.pop(attempt.spec.id, None)
-        if self._background:
-            await asyncio.wait(self._background, timeout=30.0)
+        await self.background.wait(30.0)
         if self._collect_metrics in REGISTRY.collectors:
             REGISTRY.collectors.remove(self._collect_metrics)
         for close in (self.sandboxes.close, *(upstream.close for upstream in self._called_upstreams.values())):

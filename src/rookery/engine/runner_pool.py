@@ -9,12 +9,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rookery.core import JournalError, RookeryError, Task, UsageError
 from rookery.core.errors import describe
+from rookery.engine.background_tasks import BackgroundTasks
 from rookery.engine.cluster import Cluster
 from rookery.engine.crash_attribution import DeathKind
 from rookery.engine.run_services import RunGateway
@@ -142,7 +143,8 @@ class RunnerPool:
         self.common_requirements = Requirements(gpus) if gpus else NO_REQUIREMENTS
         """Requirements that the attempts of every task have."""
         self.pauses = PauseCoordinator(PoolPauseTargets(self))
-        self._background: set[asyncio.Task[None]] = set()
+        self.background = BackgroundTasks(self._on_failure)
+        """Tasks that start, stop and pause runners. If one fails, the run stops."""
 
     # ---- start and stop
 
@@ -176,7 +178,7 @@ class RunnerPool:
 
     def add_runner(self, node: str) -> None:
         """Start one more runner on a node of the cluster."""
-        self.run_in_background(self._create_runner(node=node))
+        self.background.start(self._create_runner(node=node))
 
     async def _create_runner(
         self, *, spare: bool = False, node: str = "", required: Requirements = NO_REQUIREMENTS
@@ -206,9 +208,7 @@ class RunnerPool:
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.background.cancel()
         await asyncio.gather(*(runner.stop() for runner in list(self.runners)))
         if self.cluster is not None:
             await self.cluster.close()
@@ -218,16 +218,8 @@ class RunnerPool:
         self._ready.set()
         self.pauses.recheck()
 
-    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start an asyncio task. If it fails, the run stops."""
-        task = self._loop.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._on_background_done)
-
-    def _on_background_done(self, task: "asyncio.Task[None]") -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.owner.stop(Stopped(f"a runner cannot be started or stopped: {describe(error)}"))
+    def _on_failure(self, error: BaseException) -> None:
+        self.owner.stop(Stopped(f"a runner cannot be started or stopped: {describe(error)}"))
 
     @property
     def paused(self) -> bool:
@@ -317,14 +309,14 @@ class RunnerPool:
             if found is not None:
                 spares.remove(found)
             else:
-                self.run_in_background(self._create_runner(spare=True, required=required))
+                self.background.start(self._create_runner(spare=True, required=required))
 
     def retire(self, runner: RunnerHandle) -> None:
         """Send no more attempts to a runner and stop it when it has none."""
         runner.retiring = True
         if not runner.running and not runner.stopping and runner.is_process:
             runner.stopping = True
-            self.run_in_background(runner.stop())
+            self.background.start(runner.stop())
 
     def replace(self, runner: RunnerHandle) -> None:
         """Retire a runner in which the code of an ended attempt cannot be stopped, and start another runner."""
@@ -334,7 +326,7 @@ class RunnerPool:
         spare = runner.spare
         self.retire(runner)
         if not spare:
-            self.run_in_background(self._create_runner(node=runner.node))
+            self.background.start(self._create_runner(node=runner.node))
 
     # ---- messages from runners
 
@@ -396,7 +388,7 @@ class RunnerPool:
                 return
         self.owner.on_runner_death(runner, death, detail)
         if not runner.spare and not runner.retiring and death != "lost":
-            self.run_in_background(self._create_runner(node=runner.node))
+            self.background.start(self._create_runner(node=runner.node))
 
     def _on_image(self, runner: RunnerHandle, image: ImageUpdate) -> None:
         """Keep the progress of an image for `Engine.status`. Record events for the start and end of a download."""
@@ -460,7 +452,7 @@ class PoolPauseTargets:
         if self._pool.cluster is not None:
             self._pool.cluster.send_pause(number, mode, timeout)
         if self._pool.gateway is not None:
-            self._pool.run_in_background(self._pause_gateway(self._pool.gateway, number, mode, timeout))
+            self._pool.background.start(self._pause_gateway(self._pool.gateway, number, mode, timeout))
 
     async def _pause_gateway(self, gateway: RunGateway, number: int, mode: PauseMode, timeout: float) -> None:
         problem = ""
@@ -476,7 +468,7 @@ class PoolPauseTargets:
         if self._pool.cluster is not None:
             self._pool.cluster.send_resume(version)
         if self._pool.gateway is not None:
-            self._pool.run_in_background(self._pool.gateway.resume(version, self._pool.owner.record_event))
+            self._pool.background.start(self._pool.gateway.resume(version, self._pool.owner.record_event))
 
     def resumed(self) -> None:
         self._pool.owner.schedule_admission()
