@@ -1,7 +1,7 @@
 """The tree of sub-calls without a REPL, whose callers may be cancelled at any moment."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -214,6 +214,6 @@ async def test_sub_model_with_its_own_upstream_cannot_be_trained() -> None:
 async def test_invalid_call_is_refused_by_name(call: Any, subject: str) -> None:
     tree, _, echo = make_tree()
     with pytest.raises(CallFailed, match=subject):
-        await call(ReplFunctions(tree, 0, {}))
+        await call(ReplFunctions(tree, 0, {}, cast("Any", None)))
     assert echo.answered == []
     await tree.close()

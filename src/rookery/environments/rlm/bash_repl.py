@@ -18,7 +18,7 @@ import msgspec
 from rookery.core import RookeryError, SandboxError, TaskError, Truncation, WorkerRecoveryError
 from rookery.core.errors import describe
 from rookery.environments.rlm.budget import BudgetExhausted, CallFailed
-from rookery.environments.rlm.contexts import MAX_FILE, PlacedContext
+from rookery.environments.rlm.contexts import PlacedContext
 from rookery.environments.rlm.functions import ReplFunctions
 from rookery.environments.rlm.observations import render_script
 from rookery.environments.rlm.options import RlmOptions
@@ -92,11 +92,6 @@ class BashRepl:
     ) -> "BashRepl":
         """Install the commands in the sandbox and start the shell. `placed` describes the task's context."""
         repl = cls(sandbox, functions, options)
-
-        async def read_file(name: str) -> bytes:
-            return await sandbox.read(name, limit=MAX_FILE, timeout=60.0)
-
-        functions.read_file = read_file
         try:
             await repl._start(placed)
         except BaseException:

@@ -95,7 +95,7 @@ class RlmEnvironment(ToolEnvironment):
         sandbox = await ctx.sandbox()
         placed = await place_context(sandbox, source, preview=self.options.preview)
         tree = ctx.state["tree"] = CallTree(ctx, self.options, self._sub_tools, self._run_child)
-        functions = ReplFunctions(tree, 0, self._tools)
+        functions = ReplFunctions(tree, 0, self._tools, sandbox)
         ctx.state["placed"] = placed
         ctx.state["repl"] = await self._open_repl(ctx, sandbox, functions, placed)
 
@@ -213,7 +213,7 @@ class RlmEnvironment(ToolEnvironment):
         repl: Repl | None = None
         try:
             placed = await place_context(sandbox, request.context, preview=self.options.preview)
-            functions = ReplFunctions(tree, request.depth, self._tools)
+            functions = ReplFunctions(tree, request.depth, self._tools, sandbox)
             repl = await self._open_repl(ctx, sandbox, functions, placed)
             turns = 0
 

@@ -4,31 +4,31 @@ They run in the runner process. The last answer that was set counts, even if the
 afterwards.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from rookery.environments.rlm.budget import CallFailed
 from rookery.environments.rlm.call_tree import CallTree, SubCall
+from rookery.environments.rlm.contexts import MAX_FILE
 from rookery.environments.rlm.tool_calls import bind_arguments, call_tool, to_plain_data
 from rookery.environments.text import render
 from rookery.environments.tools import Tool
+from rookery.sandboxes.protocol import Sandbox
 
 MAX_BATCH = 10_000
 MAX_ANSWER = 1 << 20
-
-ReadFile: TypeAlias = Callable[[str], Awaitable[bytes]]
 
 
 class ReplFunctions:
     """The functions of one REPL.
 
     `depth` is the REPL's depth in the tree of model calls; the root model's is 0. `tools` are the environment's
-    tools.
+    tools, and `sandbox` is the REPL's.
     """
 
-    def __init__(self, tree: CallTree, depth: int, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, tree: CallTree, depth: int, tools: Mapping[str, Tool], sandbox: Sandbox) -> None:
         self.tree = tree
         self.depth = depth
         self.tools = dict(tools)
@@ -36,8 +36,7 @@ class ReplFunctions:
         """True if the code has set the final answer."""
         self.value = ""
         """The final answer, if `answered`."""
-        self.read_file: ReadFile | None = None
-        """Function that reads a file of the REPL's sandbox; set by the REPL."""
+        self._sandbox = sandbox
 
     async def llm(self, prompt: str, system: str | None = None, max_tokens: int | None = None) -> str:
         """Call a sub-model and return its reply."""
@@ -62,9 +61,7 @@ class ReplFunctions:
         if context is not None and file is not None:
             raise CallFailed("rlm takes a context or a file, not both")
         if file is not None:
-            if self.read_file is None:
-                raise CallFailed("rlm cannot read files here")
-            context = await self.read_file(_check_text("file", file))
+            context = await self._sandbox.read(_check_text("file", file), limit=MAX_FILE, timeout=60.0)
         request = self._make_request(prompt, None, None)
         return await self.tree.call(msgspec.structs.replace(request, context=context, recursive=True))
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rookery.core import TaskError, WorkerRecoveryError
-from rookery.environments.rlm.contexts import MAX_FILE, PlacedContext
+from rookery.environments.rlm.contexts import PlacedContext
 from rookery.environments.rlm.functions import ReplFunctions
 from rookery.environments.rlm.observations import render_cell
 from rookery.environments.rlm.options import RlmOptions
@@ -109,11 +109,6 @@ class PythonRepl:
 
         Raise `TaskError` if the context cannot be loaded.
         """
-
-        async def read_file(name: str) -> bytes:
-            return await sandbox.read(name, limit=MAX_FILE, timeout=60.0)
-
-        functions.read_file = read_file
         worker = await Worker.open(sandbox, limits=limits, functions=_make_host_functions(functions))
         repl = cls(worker, functions, placed, options)
         try:
