@@ -44,6 +44,14 @@ def is_owner_alive(pid: int, started: int) -> bool:
     return read_start_ticks(pid) == started
 
 
+@functools.cache
+def read_boot_id() -> str:
+    """Return an ID of this machine's boot; empty if it is unknown."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def make_marker(run: str, sandbox_id: str) -> str:
     """Return the value of the environment variable `ROOKERY_SANDBOX` that marks every process of a sandbox."""
     return f"{run}/{sandbox_id}"

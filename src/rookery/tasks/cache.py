@@ -18,7 +18,6 @@ Guarantees:
 """
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import secrets
@@ -140,6 +139,8 @@ class TaskCache:
         return paths
 
     def _make(self, makers: Mapping[str, Callable[[Path], None]], what: str) -> None:
+        from rookery.sandboxes.images.staging import sync_file_system
+
         with self.staging() as work:
             try:
                 for key, make in makers.items():
@@ -147,7 +148,7 @@ class TaskCache:
                     make(work / key)
                     if not key.startswith(ROW_PREFIX):
                         (self.folder / "about" / key).write_text(what, errors="replace")
-                _sync_to_disk(work)
+                sync_file_system(work)
                 for key in makers:
                     with contextlib.suppress(OSError):  # another process created it meanwhile
                         (work / key).rename(self.content / key)
@@ -218,6 +219,8 @@ class TaskCache:
         return sorted((one for one in found if one is not None), key=lambda one: -one.used)
 
     def _read_entry(self, path: Path, users: Mapping[str, set[int]]) -> CacheEntry | None:
+        from rookery.sandboxes.images.staging import measure_tree
+
         what = ""
         if not path.name.startswith(ROW_PREFIX):
             try:
@@ -225,7 +228,7 @@ class TaskCache:
             except OSError:
                 what = "created by an earlier version"
         try:
-            count, total = _measure(path)
+            count, total = measure_tree(path)
             used = path.stat().st_mtime
         except OSError:  # removed meanwhile
             return None
@@ -305,17 +308,6 @@ class TaskCache:
         half.rename(path)
 
 
-def _measure(path: Path) -> tuple[int, int]:
-    """Return the number of files below a directory and the disk space in bytes that they use."""
-    count = total = 0
-    for here, folders, names in os.walk(path):
-        for name in (*folders, *names):
-            with contextlib.suppress(FileNotFoundError):
-                total += Path(here, name).lstat().st_blocks * 512
-        count += len(names)
-    return count, total
-
-
 def is_registered(folder: str) -> bool:
     """Return whether `register_use` is unnecessary for a task's directory.
 
@@ -335,15 +327,3 @@ def register_use(folder: str) -> bool:
     with contextlib.suppress(OSError):
         cache.register([cache.find_key(folder)])
     return Path(folder).is_dir()
-
-
-def _sync_to_disk(folder: Path) -> None:
-    """Sync the file system that contains `folder`.
-
-    Otherwise, a power failure after content was renamed into place could leave it incomplete.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        ctypes.CDLL(None, use_errno=True).syncfs(fd)
-    finally:
-        os.close(fd)

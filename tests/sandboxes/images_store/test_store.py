@@ -180,13 +180,13 @@ def test_unsynced_layer_is_fetched_again_after_a_reboot(
     record = install(store, path)
     (layer,) = record.layers
     (store.layers / layer / "data-1").write_bytes(b"")  # as a crash may leave it
-    monkeypatch.setattr("rookery.sandboxes.images.store.boot_id", lambda: "the next one")
+    monkeypatch.setattr("rookery.sandboxes.images.store.read_boot_id", lambda: "the next one")
     assert store.get_record(record.id) is None
-    monkeypatch.setattr("rookery.sandboxes.images.installer.boot_id", lambda: "the next one")
+    monkeypatch.setattr("rookery.sandboxes.images.installer.read_boot_id", lambda: "the next one")
     install(store, path)
     assert (store.layers / layer / "data-1").stat().st_size == 300_000
     store.sync(record.layers)
-    monkeypatch.setattr("rookery.sandboxes.images.store.boot_id", lambda: "one more")
+    monkeypatch.setattr("rookery.sandboxes.images.store.read_boot_id", lambda: "one more")
     assert store.get_record(record.id) is not None
 
 

@@ -195,6 +195,5 @@ def _machine_id() -> str:
 def read_boot_id() -> str:
     """Return an identifier of the machine's current boot and of this process's PID namespace."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"  # noqa: PTH115
+        return f"{leases.read_boot_id()}/{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"  # noqa: PTH115
     return ""

@@ -34,8 +34,10 @@ from rookery.sandboxes.images.progress import OnProgress, ProgressReporter
 from rookery.sandboxes.images.records import ImageConfig, ImageName, ImageRecord, LayerInfo
 from rookery.sandboxes.images.references import ImageReference, familiar_name, is_image_name, parse_reference
 from rookery.sandboxes.images.sources import FileRange, LayerBlob, ResolvedImage, Source, image_unavailable
-from rookery.sandboxes.images.store import ImageStore, boot_id, default_budget
+from rookery.sandboxes.images.staging import measure_tree
+from rookery.sandboxes.images.store import ImageStore, default_budget
 from rookery.sandboxes.images.unpacker import UNPACK_COMMAND
+from rookery.sandboxes.leases import read_boot_id
 from rookery.sandboxes.local.keeper.factory import FIRST_UID
 
 MAX_PARALLEL = 4
@@ -230,7 +232,7 @@ class ImageInstaller:
                     diff_id=result["diff_id"],
                     bytes=result["bytes"],
                     entries=result["entries"],
-                    boot=boot_id(),
+                    boot=read_boot_id(),
                     opaque=result["opaque"],
                 )
                 self.store.put_layer(name, target, info)
@@ -418,7 +420,7 @@ class ImageInstaller:
         finally:
             os.close(old)
             os.close(new)
-        info = LayerInfo(diff_id="", bytes=_measure_tree(target), boot=boot_id())
+        info = LayerInfo(diff_id="", bytes=measure_tree(target)[1], boot=read_boot_id())
         layer_lock, _ = self.store.lock_layer(name, seconds=WAIT_SECONDS)
         with layer_lock:
             self.store.put_layer(name, target, info)
@@ -429,15 +431,6 @@ class ImageInstaller:
             record = ImageRecord(id=name, layers=(name,), platform=self.platform, made=time.time())
             self._publish(record, ResolvedImage(config=b"", layers=(), origin="file"))
         return record
-
-
-def _measure_tree(top: Path) -> int:
-    total = 0
-    for here, folders, files in os.walk(top):
-        for name in (*folders, *files):
-            with contextlib.suppress(OSError):
-                total += os.lstat(f"{here}/{name}").st_blocks * 512
-    return total
 
 
 def _can_set_owners() -> bool:

@@ -12,6 +12,7 @@ Guarantees:
 """
 
 import contextlib
+import ctypes
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,29 @@ def create_private_directory(folder: Path, subdirectories: Iterable[str], what: 
             (folder / name).mkdir(exist_ok=True)
     except OSError as error:
         raise UsageError(f"{what} {folder} cannot be written to ({error.strerror or error}): {advice}") from error
+
+
+def measure_tree(top: Path) -> tuple[int, int]:
+    """Return the number of files below a directory, and the disk space in bytes that they use."""
+    count = total = 0
+    for here, folders, files in os.walk(top):
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):
+                total += os.lstat(f"{here}/{name}").st_blocks * 512
+        count += len(files)
+    return count, total
+
+
+def sync_file_system(folder: Path) -> bool:
+    """Flush the file system that contains a directory to disk. Return False if that fails.
+
+    Otherwise a power failure after files were renamed into place could leave them incomplete.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return bool(ctypes.CDLL(None, use_errno=True).syncfs(fd) == 0)
+    finally:
+        os.close(fd)
 
 
 class DetachedDirectory:

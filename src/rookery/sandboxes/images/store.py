@@ -14,8 +14,6 @@ Guarantees:
 """
 
 import contextlib
-import ctypes
-import functools
 import hashlib
 import os
 import time
@@ -32,7 +30,9 @@ from rookery.sandboxes.images.staging import (
     StagingArea,
     create_private_directory,
     removing_on_exit,
+    sync_file_system,
 )
+from rookery.sandboxes.leases import read_boot_id
 
 VARIABLE, BUDGET_VARIABLE = "ROOKERY_IMAGES", "ROOKERY_IMAGES_BUDGET"
 BUDGET = 64 << 30
@@ -107,13 +107,6 @@ def default_budget() -> int:
     return wanted
 
 
-@functools.cache
-def boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "unknown"
-
-
 class ImageStore:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or default_directory()
@@ -153,7 +146,11 @@ class ImageStore:
     def get_layer(self, layer: str) -> LayerInfo | None:
         """Return the record of a layer; None if the layer is missing or not valid any more."""
         found: LayerInfo | None = records.read_record(self.folder / "infos" / f"{layer}.json", LayerInfo)
-        if found is None or not (found.synced or found.boot == boot_id()) or not (self.layers / layer).is_dir():
+        if (
+            found is None
+            or not (found.synced or found.boot == read_boot_id())
+            or not (self.layers / layer).is_dir()
+        ):
             return None
         return found
 
@@ -232,12 +229,8 @@ class ImageStore:
         todo = [(layer, info) for layer in layers if (info := self.get_layer(layer)) and not info.synced]
         if not todo:
             return
-        fd = os.open(self.layers, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
-                return
-        finally:
-            os.close(fd)
+        if not sync_file_system(self.layers):
+            return
         for layer, info in todo:
             records.write_record(
                 self.folder / "infos" / f"{layer}.json", msgspec.structs.replace(info, synced=True)
