@@ -26,8 +26,11 @@ class CommandResult:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The JSON objects on stdout, one per line."""
-        return [json.loads(line) for line in self.out.splitlines()]
+        """The JSON objects on stdout, one per line, without the notes about a slow start of the run."""
+        events = [json.loads(line) for line in self.out.splitlines()]
+        while events and events[0].get("event") == "note":
+            del events[0]
+        return events
 
     def assert_refused(self, *named: str, code: int = 2) -> None:
         """Assert that the command printed one error line, which names these options, files or values."""

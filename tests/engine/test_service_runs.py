@@ -121,8 +121,7 @@ async def test_service_that_is_down_for_a_while_fails_no_rollout(
 async def test_service_that_stays_unavailable_is_an_infrastructure_failure(
     full: bool, folders: ModuleType, model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_factory, "CREATE_SECONDS", 0.1)
-    monkeypatch.setattr(sandbox_factory, "START_SECONDS", 0.1)
+    monkeypatch.setattr(service, "MIN_WAIT", 10_000.0)  # it would be asked again after the deadline
     fail(monkeypatch, folders, "create", 1e9, QuotaExceeded("full") if full else ConnectionError("down"))
     (rollout,) = await run(model, tmp_path)
     assert isinstance(rollout.outcome, Failed)

@@ -25,6 +25,7 @@ from rookery.view.runs import open_viewed_run
 from tests.conftest import TOKENIZERS
 from tests.telemetry.test_metrics import values
 from tests.trainer.environments import Broken, Constant, Parity, options
+from tests.waiting import block_until
 
 torch = pytest.importorskip("torch", reason="[probed] this machine has no torch")
 SMALL: dict[str, Any] = {"groups": 3, "group_size": 4, "eval_tasks": 4, "eval_every": 2, "checkpoint_every": 1}
@@ -89,6 +90,20 @@ def test_lag_zero_is_on_policy(tmp_path: Path) -> None:
 
 def test_tokens_of_older_versions_have_other_ratios(tmp_path: Path) -> None:
     trainer = train(Parity(), tmp_path, steps=4, lag=1, learning_rate=1e-2, warmup=0, eval_tasks=0)
+
+    def sync_after_sampling(engine: Any) -> None:
+        """Let the groups of the next step be sampled before each weight update, whatever is faster here."""
+        sync = engine.sync
+
+        def wait_and_sync(version: int, load: Any) -> Any:
+            block_until(
+                lambda: sum(one["waiting"] for one in engine.status()["streams"].values()) >= SMALL["groups"]
+            )
+            return sync(version, load)
+
+        engine.sync = wait_and_sync
+
+    trainer.on_start = lambda: sync_after_sampling(trainer.engine)
     trainer.train()
     rows = read_metrics(trainer.folder.path)
     stale = [row for row in rows if row["staleness_mean"] == 1]

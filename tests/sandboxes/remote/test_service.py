@@ -13,7 +13,7 @@ import pytest
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.conformance import networks
-from rookery.sandboxes.remote import ProcessConnection, QuotaExceeded, ServiceProvider, service
+from rookery.sandboxes.remote import ProcessConnection, QuotaExceeded, ServiceProvider, bootstrap, service
 from tests.docs.test_docs import ROOT
 from tests.processes import cmdline, descendants, send_signal
 
@@ -112,6 +112,30 @@ async def test_machine_without_a_suitable_python_is_refused(
     assert not await folders.list("rookery")
 
 
+class EndedProgram:
+    """The connection to a program that has ended after its answer."""
+
+    def __init__(self) -> None:
+        self._output = [bootstrap.MARKER + b"missing Python 3.11\n"]
+
+    async def read(self) -> bytes:
+        return self._output.pop() if self._output else b""
+
+    async def write(self, data: bytes) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_answer_of_a_program_that_ended_before_it_was_written_to_is_read() -> None:
+    async def open_program(_: object) -> EndedProgram:
+        return EndedProgram()
+
+    with pytest.raises(bootstrap.UnsuitableMachine, match=r"Python 3\.11"):
+        await bootstrap.start_host(open_program, {}, "there")
+
+
 async def test_service_that_is_down_at_creation_is_asked_again(provider: ServiceProvider, folders: Any) -> None:
     calls = fail_first(folders, "create", ConnectionError("down"), 2)
     sandbox = await provider.create(SPEC, attempt="a")
@@ -121,11 +145,12 @@ async def test_service_that_is_down_at_creation_is_asked_again(provider: Service
 
 
 async def test_service_that_stays_down_is_an_infrastructure_failure(
-    provider: ServiceProvider, folders: Any
+    provider: ServiceProvider, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service, "MIN_WAIT", 1000.0)  # it would be asked again after the deadline
     fail_first(folders, "create", ConnectionError("down"), 1000)
     with pytest.raises(SandboxError) as caught:
-        await provider.create(SPEC, attempt="a", timeout=0.2)
+        await provider.create(SPEC, attempt="a", timeout=60.0)
     assert (caught.value.code, caught.value.fault) == ("sandbox.create", "infra")
 
 
@@ -142,7 +167,7 @@ async def test_exhausted_quota_makes_creation_wait_for_a_closed_sandbox(
     await (await waiting).close()
     fail_first(folders, "create", QuotaExceeded("full"), 1000)
     with pytest.raises(SandboxError) as caught:
-        await provider.create(SPEC, attempt="c", timeout=0.2)
+        await provider.create(SPEC, attempt="c", timeout=40.0)
     assert caught.value.code == "sandbox.quota"
 
 

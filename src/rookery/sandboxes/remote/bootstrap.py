@@ -15,6 +15,7 @@ import secrets
 import sysconfig
 import tarfile
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,10 @@ async def _start(answers: "_Answers", settings: dict[str, Any], name: str) -> Co
     identity, archive = build_archive()
     abi = sysconfig.get_config_var("SOABI")
     header = json.dumps({"hash": identity, "size": len(archive), "abi": abi, "settings": settings}).encode()
-    await answers.write(b"%8d" % len(header) + header)
+    await _send(answers, b"%8d" % len(header) + header)
     answer = await answers.next()
     if answer == "need":
-        await answers.write(archive)
+        await _send(answers, archive)
         answer = await answers.next()
     elif answer == "have":
         answer = await answers.next()
@@ -202,6 +203,12 @@ async def _start(answers: "_Answers", settings: dict[str, Any], name: str) -> Co
     if answer != "start":
         raise SandboxError(f"{name} cannot run sandboxes: {answer.removeprefix('error ')}", cause="sandbox.host")
     return answers
+
+
+async def _send(answers: "_Answers", data: bytes) -> None:
+    """Write to a program that may have ended. Its answer or the end of its output then says why."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        await answers.write(data)
 
 
 class _Answers:
