@@ -1,6 +1,7 @@
 """The types and rules of slime 0.3 that its rollout plug-ins see, re-implemented for tests without slime.
 
-slime is not on a package index. These are the documented fields, and the checks of slime's own contract tests.
+slime is not on a package index. These are the documented fields, and the checks of slime's own contract tests
+(`tests/plugin_contracts` at commit 624b824): each function here names the original after which it checks.
 """
 
 import inspect
@@ -80,20 +81,102 @@ def installed_contract() -> Iterator[None]:
 
 
 def check_sample(sample: Any) -> None:
+    """`assert_sample_contract`, and the assertions of slime's conversion to training data."""
+    assert isinstance(sample, Sample)
+    assert isinstance(sample.tokens, list)
     assert all(isinstance(token, int) for token in sample.tokens)
     assert isinstance(sample.response, str)
+    assert isinstance(sample.response_length, int)
     assert isinstance(sample.reward, float)
     assert isinstance(sample.status, Status)
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
     assert 0 < sample.response_length < len(sample.tokens)
 
 
+def check_train_output(output: Any, sizes: list[int]) -> None:
+    """`assert_train_rollout_contract`: `sizes` are the numbers of samples of the groups."""
+    assert isinstance(output, RolloutFnTrainOutput)
+    assert [len(group) for group in output.samples] == sizes
+    for group in output.samples:
+        for sample in group:
+            check_sample(sample)
+
+
+def check_eval_output(output: Any) -> None:
+    """`assert_eval_rollout_contract`."""
+    assert isinstance(output, RolloutFnEvalOutput)
+    assert output.data
+    for data in output.data.values():
+        assert set(data) >= {"rewards", "truncated", "samples"}
+        assert len(data["rewards"]) == len(data["truncated"]) == len(data["samples"])
+        for sample in data["samples"]:
+            check_sample(sample)
+
+
 def check_signature(function: Callable[..., Any]) -> None:
+    """`assert_rollout_function_signature_matches_default`."""
     wanted, found = inspect.signature(default_generate_rollout), inspect.signature(function)
     assert tuple(found.parameters) == tuple(wanted.parameters)
     for name, parameter in wanted.parameters.items():
         assert found.parameters[name].kind == parameter.kind
         assert found.parameters[name].default == parameter.default
+
+
+class NoArgs:
+    """Arguments of slime without any option, which its contract tests pass to hooks."""
+
+
+def make_foreign_sample(index: int, reward: float) -> Sample:
+    """Return a sample as slime's contract tests pass it to hooks: not made by Rookery."""
+    tokens = [index, index + 1]
+    return Sample(
+        index=index, reward=reward, tokens=tokens, response_length=2, status=Status.COMPLETED, loss_mask=[1, 1]
+    )
+
+
+def check_reward_post_process(function: Callable[..., Any]) -> None:
+    """`invoke_reward_post_process`."""
+    assert tuple(inspect.signature(function).parameters) == ("args", "samples")
+    raw, rewards = function(NoArgs(), [make_foreign_sample(0, 0.5), make_foreign_sample(1, 1.5)])
+    assert len(raw) == len(rewards) == 2
+
+
+def check_convert_samples(function: Callable[..., Any]) -> None:
+    """`invoke_convert_samples_to_train_data`."""
+    assert tuple(inspect.signature(function).parameters) == ("args", "samples")
+    data = function(NoArgs(), [make_foreign_sample(0, 0.5), make_foreign_sample(1, 1.5)])
+    columns = {"tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks"}
+    assert columns <= set(data)
+
+
+def check_data_source(kind: Callable[..., Any]) -> None:
+    """`check_data_source_path`: the arguments have none of the options that the adapter reads."""
+    assert tuple(inspect.signature(kind).parameters)[:1] == ("args",)
+    args = NoArgs()
+    args.n_samples_per_prompt = 2  # type: ignore[attr-defined]
+    (group,) = kind(args).get_samples(1)
+    assert [isinstance(sample, Sample) for sample in group] == [True] * 2
+
+
+class ContractDataSource:
+    """The data source of slime's contract tests of rollout functions."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def get_samples(self, number: int) -> list[list[Sample]]:
+        groups = []
+        for _ in range(number):
+            groups.append([Sample(index=self._next + at, prompt=f"prompt-{self._next + at}") for at in range(2)])
+            self._next += 2
+        return groups
+
+
+def check_rollout_function(function: Callable[..., Any]) -> None:
+    """`assert_rollout_function_matches_default_contract`: slime's arguments are None."""
+    check_signature(function)
+    check_train_output(function(None, 2, ContractDataSource(), evaluation=False), [2])
+    check_eval_output(function(None, 2, ContractDataSource(), evaluation=True))
 
 
 def reduce_loss(data: dict[str, Any], values: list[list[float]]) -> float:

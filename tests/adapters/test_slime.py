@@ -16,7 +16,16 @@ from rookery.adapters import slime
 from rookery.core import UsageError
 from rookery.training.advantages import compute_advantages
 from tests.adapters.kit import bigram_gradient, make_task, save_model
-from tests.adapters.slime_contract import check_sample, check_signature, installed_contract, reduce_loss
+from tests.adapters.slime_contract import (
+    check_convert_samples,
+    check_data_source,
+    check_eval_output,
+    check_reward_post_process,
+    check_rollout_function,
+    check_train_output,
+    installed_contract,
+    reduce_loss,
+)
 
 TASKS = [
     make_task("whole", [1.0, 0.0, 0.5], conversations=2),
@@ -65,11 +74,9 @@ def flatten(groups: list[list[Any]]) -> list[Any]:
 
 @pytest.mark.long
 def test_failed_rollouts_are_removed_and_count_in_no_baseline(args: Any) -> None:
-    check_signature(slime.generate_rollout)
     source = slime.RookeryDataSource(args)
     output = slime.generate_rollout(args, 0, source)
-    for sample in flatten(output.samples):
-        check_sample(sample)
+    check_train_output(output, [2 * K, K, K])
     by_name = dict(zip(["whole", "broken", "lost"], output.samples, strict=True))
     assert [sample.rollout_id for sample in by_name["whole"]] == [0, 0, 1, 1, 2, 2]
     assert [sample.remove_sample for sample in by_name["broken"]] == [False, True, False]
@@ -113,6 +120,7 @@ def test_failed_rollouts_are_removed_and_count_in_no_baseline(args: Any) -> None
     assert slime.convert_samples(args, by_name["lost"])["rewards"] == [0.0] * K
 
     evaluated = slime.generate_rollout(args, 0, source, evaluation=True)
+    check_eval_output(evaluated)
     ((name, data),) = evaluated.data.items()
     assert name == "scripted"
     assert sorted(data["rewards"]) == [0.0, 0.25, 0.5, 1.0, 1.0]
@@ -122,6 +130,34 @@ def test_failed_rollouts_are_removed_and_count_in_no_baseline(args: Any) -> None
     args.rollout_temperature = 0.7
     with pytest.raises(UsageError):
         slime.generate_rollout(args, 1, source)
+
+
+def test_functions_pass_the_rules_of_slimes_contract_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They pass arguments without any option, so the settings are in the file that `ROOKERY_SLIME` names."""
+    save_model(tmp_path / "model")
+    settings = {
+        "env": "tests.adapters.kit:ScriptedEnvironment",
+        "policy": f"embedded:{tmp_path / 'model'}",
+        "runners": 0,
+        "out": str(tmp_path / "runs"),
+        "limits": {"tokens": 8},
+    }
+    (tmp_path / "rookery.json").write_text(json.dumps(settings))
+    monkeypatch.setenv("ROOKERY_SLIME", str(tmp_path / "rookery.json"))
+    with installed_contract():
+        try:
+            check_reward_post_process(slime.post_process_rewards)
+            check_convert_samples(slime.convert_samples)
+            check_data_source(slime.RookeryDataSource)
+        finally:
+            slime.close_rollouts()
+    with installed_contract():
+        try:
+            check_rollout_function(slime.generate_rollout)
+        finally:
+            slime.close_rollouts()
 
 
 def test_data_source_continues_after_load(args: Any) -> None:

@@ -31,6 +31,8 @@ log = logging.getLogger("rookery.adapters")
 
 MIN_COMPARED = 3
 """Number of characters that a reply must have for a comparison of its text."""
+OWN_PARAMETERS = frozenset({"logprobs", "n", "skip_special_tokens", "include_stop_str_in_output"})
+"""Sampling parameters of trainers that Rookery's upstreams set themselves."""
 _NAMED = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
@@ -66,13 +68,13 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise UsageError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
 
 
-def parse_sampling(params: Mapping[str, Any], ignored: Iterable[str] = ()) -> Sampling:
-    """Return the sampling parameters that a trainer sends with a request, without those named in `ignored`.
+def parse_sampling(params: Mapping[str, Any]) -> Sampling:
+    """Return the sampling parameters that a trainer sends with a request, without those in `OWN_PARAMETERS`.
 
     Parameters that `Sampling` has no field for are passed to the inference engine. Invalid values raise
     `msgspec.ValidationError`.
     """
-    given = {name: value for name, value in params.items() if value is not None and name not in ignored}
+    given = {name: value for name, value in params.items() if value is not None and name not in OWN_PARAMETERS}
     stop = given.pop("stop", ())
     known = {name: given.pop(name) for name in _NAMED if name in given}
     stop = (stop,) if isinstance(stop, str) else tuple(stop)

@@ -42,8 +42,6 @@ from rookery.training.rows import (
 from rookery.upstreams import UpstreamConfig
 
 TESTED: Final = ("skyrl", "0.4", "0.5")
-OWN_PARAMETERS: Final = frozenset({"logprobs", "n", "skip_special_tokens", "include_stop_str_in_output"})
-"""Sampling parameters of SkyRL that Rookery's upstreams set themselves."""
 
 
 class RookeryGenerator:
@@ -93,7 +91,7 @@ class RookeryGenerator:
         extras = input_batch.get("env_extras") or [{}] * len(prompts)
         ids = input_batch.get("trajectory_ids")
         params = input_batch.get("sampling_params") or {}
-        sampling = parse_sampling(params, OWN_PARAMETERS)
+        sampling = parse_sampling(params)
         metadata = input_batch.get("batch_metadata")
         evaluates = metadata is not None and metadata.training_phase == "eval"
         if not evaluates:

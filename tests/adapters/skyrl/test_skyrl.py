@@ -16,7 +16,7 @@ import pytest
 import typing_extensions
 
 from rookery.adapters.compatibility import parse_sampling
-from rookery.adapters.skyrl import OWN_PARAMETERS, RookeryGenerator
+from rookery.adapters.skyrl import RookeryGenerator
 from rookery.core import Sampling, UsageError
 from rookery.engine import RetryPolicy
 from rookery.journal import RunReader, load_segments
@@ -212,7 +212,7 @@ async def test_sampling_parameters_that_skyrl_changed_are_noticed(tmp_path: Path
 
 def test_other_sampling_parameters_reach_the_inference_engine() -> None:
     params = {"temperature": 0.7, "max_tokens": 3, "min_p": 0.1, "stop": ["X"], "logprobs": 1, "top_k": None}
-    found = parse_sampling(params, OWN_PARAMETERS)
+    found = parse_sampling(params)
     assert found == Sampling(temperature=0.7, max_tokens=3, stop=("X",), extra={"min_p": 0.1})
 
 

@@ -21,7 +21,14 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.needs("verifiers")
 
-SAMPLING = {"temperature": 1.0, "max_tokens": 5, "extra_body": {"seed": 3}}
+SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "logprobs": True,
+    "max_completion_tokens": 5,
+    "extra_body": {"seed": 3},
+}
+"""The parameters that prime-rl sends with its default configuration, and a seed."""
 
 
 @pytest.fixture
@@ -83,7 +90,7 @@ async def test_branches_are_the_segments_of_the_journal_and_failures_have_no_tra
             assert branch.num_total_tokens == len(segment)
         assert trace.reward == tasks[name].data.rookery["data"]["reward"]
         assert trace.num_turns == segments + 1
-        assert all(sum(node.mask) <= SAMPLING["max_tokens"] for node in trace.nodes)
+        assert all(sum(node.mask) <= SAMPLING["max_completion_tokens"] for node in trace.nodes)
         assert trace.task.key == name
     assert [message.role for message in episodes["plain"].traces[0].messages] == [
         *("user", "assistant", "user", "assistant")
@@ -137,7 +144,7 @@ def test_other_sampling_parameters_reach_the_inference_engine() -> None:
 
     config = SamplingConfig(**SAMPLING, stop="END", cache_salt="policy-3")
     assert parse_sampling(config.model_dump(mode="json")) == Sampling(
-        temperature=1.0, max_tokens=5, seed=3, stop=("END",), extra={"cache_salt": "policy-3"}
+        temperature=1.0, top_p=1.0, max_tokens=5, seed=3, stop=("END",), extra={"cache_salt": "policy-3"}
     )
 
 

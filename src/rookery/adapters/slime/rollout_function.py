@@ -10,7 +10,6 @@ from rookery.adapters.slime.samples import make_sample
 from rookery.adapters.task_rows import TASK_KEY
 from rookery.adapters.trainer_engine import TRAINING, ThreadedTrainerEngine
 from rookery.core import Task, UsageError
-from rookery.training.advantages import Scale
 from rookery.training.config import BatchConfig
 from rookery.training.rows import Row, clip_rows, make_rows, split_by_rollout, summarize_rows
 from rookery.upstreams.protocol import UpstreamConfig
@@ -42,7 +41,7 @@ def _make_rollouts(args: Any) -> ThreadedTrainerEngine:
     options.pop("eval_tasks", None)
     _get_trainer_settings(args, TRAINING)  # refuses what slime cannot express
     paths = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
-    if args is not None and not any(getattr(args, path, None) for path in paths):
+    if not any(getattr(args, path, "") for path in paths) and hasattr(args, paths[0]):
         raise UsageError(
             "slime's own normalisation counts failed rollouts in its baseline: set "
             "--custom-reward-post-process-path rookery.adapters.slime.post_process_rewards"
@@ -126,6 +125,5 @@ def _run(args: Any, rollout_id: int, requests: list[tuple[Task, int]], purpose: 
     rollouts, settings = get_rollouts(args), _get_trainer_settings(args, purpose)
     # The salt is the number of the first step, so that a resumed training does not repeat the seeds.
     rollouts.open(settings, purpose=purpose, seed=getattr(args, "rollout_seed", 0), salt=(rollout_id,))
-    scale: Scale = "std" if getattr(args, "grpo_std_normalization", False) else "none"
     groups = rollouts.run_groups(requests, purpose=purpose)
-    return clip_rows(make_rows(groups, BatchConfig(scale=scale, extras=())), settings.context)
+    return clip_rows(make_rows(groups, BatchConfig(extras=())), settings.context)

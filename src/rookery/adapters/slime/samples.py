@@ -1,11 +1,13 @@
 """Samples of slime, made from rows, and the two functions with which slime makes training data of samples."""
 
+from collections import Counter
 from typing import Any, Final
 
+from rookery.training.advantages import Scale, compute_advantages
 from rookery.training.rows import Row, fill_row
 
 ABOUT: Final = "rookery"
-"""Key of a sample's metadata that has the advantage and the validity of its rollout."""
+"""Key of a sample's metadata that has the outcome of its rollout."""
 
 
 def make_sample(row: Row, asked: Any) -> Any:
@@ -29,7 +31,7 @@ def make_sample(row: Row, asked: Any) -> Any:
         weight_versions=[str(version) for version in sorted(set(row.versions[row.mask].tolist()))],
         metadata={
             **(getattr(asked, "metadata", None) or {}),
-            ABOUT: {"advantage": row.advantage, "valid": row.valid, "outcome": row.outcome},
+            ABOUT: {"outcome": row.outcome},
         },
     )
 
@@ -41,14 +43,27 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
     count it, and the advantage 0. Unless slime takes the mean over tokens, it divides the loss by the number of
     all rollouts; the advantages are multiplied to make up for the missing ones.
     """
-    about = [sample.metadata[ABOUT] for sample in samples]
-    valid = {sample.rollout_id: sample.reward for sample, one in zip(samples, about, strict=True) if one["valid"]}
-    mean = sum(valid.values()) / len(valid) if valid else 0.0
-    everyone = len({sample.rollout_id for sample in samples})
+    groups: dict[Any, dict[int, float | None]] = {}
+    for sample in samples:
+        reward = None if sample.remove_sample else float(sample.reward)
+        groups.setdefault(sample.group_index, {})[get_rollout_id(sample)] = reward
+    scale: Scale = "std" if getattr(args, "grpo_std_normalization", False) else "none"
+    gains: dict[int, float] = {}
+    for group in groups.values():
+        advantages = compute_advantages(list(group.values()), scale=scale)
+        gains |= zip(group, advantages.tolist(), strict=True)
+    valid = [reward for group in groups.values() for reward in group.values() if reward is not None]
+    mean = sum(valid) / len(valid) if valid else 0.0
     by_tokens = getattr(args, "calculate_per_token_loss", False)
-    weight = 1.0 if by_tokens or not valid else everyone / len(valid)
-    raw = [sample.reward if one["valid"] else mean for sample, one in zip(samples, about, strict=True)]
-    return raw, [weight * one["advantage"] for one in about]
+    weight = 1.0 if by_tokens or not valid else len(gains) / len(valid)
+    raw = [mean if sample.remove_sample else float(sample.reward) for sample in samples]
+    return raw, [weight * gains[get_rollout_id(sample)] for sample in samples]
+
+
+def get_rollout_id(sample: Any) -> int:
+    """Return the ID of a sample's rollout, which is by default the index of the sample."""
+    found: int = sample.index if sample.rollout_id is None else sample.rollout_id
+    return found
 
 
 def convert_samples(args: Any, samples: list[Any]) -> dict[str, Any]:
@@ -59,12 +74,13 @@ def convert_samples(args: Any, samples: list[Any]) -> dict[str, Any]:
     """
     raw, rewards = post_process_rewards(args, samples)
     kept = [at for at, sample in enumerate(samples) if not sample.remove_sample] or list(range(len(samples)))
-    share = len({samples[at].rollout_id for at in kept}) / len({sample.rollout_id for sample in samples})
-    by_tokens = getattr(args, "calculate_per_token_loss", False)
     chosen = [samples[at] for at in kept]
-    sums: dict[int, int] = {}
-    for sample in chosen:
-        sums[sample.rollout_id] = sums.get(sample.rollout_id, 0) + sum(sample.loss_mask)
+    rollouts = [get_rollout_id(sample) for sample in chosen]
+    share = len(set(rollouts)) / len({get_rollout_id(sample) for sample in samples})
+    by_tokens = getattr(args, "calculate_per_token_loss", False)
+    sums: Counter[int] = Counter()
+    for sample, rollout in zip(chosen, rollouts, strict=True):
+        sums[rollout] += sum(sample.loss_mask)
     return {
         "tokens": [sample.tokens for sample in chosen],
         "response_lengths": [sample.response_length for sample in chosen],
@@ -72,8 +88,8 @@ def convert_samples(args: Any, samples: list[Any]) -> dict[str, Any]:
         "raw_reward": [raw[at] for at in kept],
         "truncated": [int(sample.status is sample.Status.TRUNCATED) for sample in chosen],
         "sample_indices": [sample.index for sample in chosen],
-        "rollout_ids": [sample.rollout_id for sample in chosen],
+        "rollout_ids": rollouts,
         "loss_masks": [sample.loss_mask for sample in chosen],
-        "rollout_mask_sums": [sums[sample.rollout_id] for sample in chosen],
+        "rollout_mask_sums": [sums[rollout] for rollout in rollouts],
         "rollout_log_probs": [sample.rollout_log_probs for sample in chosen],
     }
