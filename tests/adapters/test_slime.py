@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from rookery.adapters import slime
+from rookery.adapters.slime.rollout_function import get_rollouts
 from rookery.core import UsageError
 from rookery.training.advantages import compute_advantages
-from tests.adapters.kit import bigram_gradient, make_task, save_model
+from tests.adapters.kit import ByteTokenizer, bigram_gradient, make_task, save_model
 from tests.adapters.slime_contract import (
     check_convert_samples,
     check_data_source,
@@ -185,6 +186,18 @@ def test_settings_that_slime_cannot_express_are_refused(args: Any) -> None:
     for name, value in (("rollout_top_p", 0.9), ("custom_reward_post_process_path", None), ("rookery", {})):
         with pytest.raises(UsageError):
             slime.RookeryDataSource(SimpleNamespace(**{**vars(args), "rollout_top_p": 1.0, name: value}))
+
+
+def test_another_tokenizer_and_a_longer_context_are_refused(args: Any) -> None:
+    args.rookery |= {"limits": {"context": 129}}
+    with pytest.raises(UsageError):  # slime takes 128 tokens
+        slime.generate_rollout(args, 0, slime.RookeryDataSource(args))
+    slime.close_rollouts()
+    args.rookery |= {"limits": {"context": 128}}
+    source = slime.RookeryDataSource(args)
+    get_rollouts(args).tokenizer = ByteTokenizer(shift=1)
+    with pytest.raises(UsageError):
+        slime.generate_rollout(args, 0, source)
 
 
 TRAIN = """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rookery import Sampling, Task
+from rookery import Limits, Sampling, Task
 from rookery.adapters.task_rows import find_task, make_task_rows
 from rookery.adapters.trl import (
     RolloutFunc,
@@ -27,6 +27,7 @@ from rookery.adapters.trl import (
 from rookery.core import UsageError
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import Weights, chat
+from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
 from tests.adapters.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
 from tests.adapters.trl_kit import (
     ONCE,
@@ -280,6 +281,29 @@ def test_invalid_settings_are_rejected_before_sampling(tmp_path: Path, policy: P
         with pytest.raises(UsageError, match=named):
             opened(FaultyEnvironment(), policy, tasks=tasks, **options)
     assert not out.exists()
+
+
+def test_changed_temperature_another_tokenizer_and_a_longer_context_are_refused(
+    tmp_path: Path, policy: Path
+) -> None:
+    tasks = [make_task("t", [1.0, 0.0])]
+    model = model_of(policy)
+    longest = model.config.max_position_embeddings
+    with opened(ScriptedEnvironment(), policy, tasks=tasks, limits=Limits(context=longest + 1)) as rollouts:
+        made = trainer(rollouts, model, tmp_path, per_device_train_batch_size=2, num_generations=2)
+        prompts = [rollouts.dataset()[0]["prompt"]] * 2
+        with pytest.raises(UsageError, match=rf"\b{longest + 1}\b.*\b{longest}\b"):
+            rollouts(prompts, made)
+    with opened(ScriptedEnvironment(), policy, tasks=tasks) as rollouts:
+        assert len(rollouts(prompts, made)["prompt_ids"]) == 2
+        made.temperature = 0.7
+        with pytest.raises(UsageError, match=r"temperature.*\b1\.0\b.*\b0\.7\b"):
+            rollouts(prompts, made)
+        made.temperature = 1.0
+        rollouts.close()
+        made.processing_class = ByteTokenizer(shift=1)
+        with pytest.raises(UsageError, match="tokenizer"):
+            rollouts(prompts, made)
 
 
 def test_rollout_function_stays_usable_after_an_interrupt_or_error(tmp_path: Path, policy: Path) -> None:

@@ -20,6 +20,7 @@ from rookery.adapters.trl.samples import make_samples
 from rookery.core import Completed, Failed, RookeryError, Span, UsageError, floats, ints
 from rookery.training.advantages import compute_advantages
 from rookery.upstreams.embedded import Weights, chat
+from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
 from tests.adapters.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
 from tests.adapters.trl_kit import (
     CPU,
@@ -263,6 +264,33 @@ def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, work
             failing.pause()
     finally:
         failing.stop()
+    assert workers() == []
+
+
+@pytest.mark.parametrize("change", ["temperature", "tokenizer"])
+def test_changed_temperature_or_another_tokenizer_ends_the_worker(
+    policy: Path, workers: Workers, change: str
+) -> None:
+    args = SimpleNamespace(**{**vars(TRAINER_ARGS), "temperature": 1.0})
+    tokenizer = ByteTokenizer(shift=int(change == "tokenizer"))
+    tasks = [make_task("t", [1.0, 0.0])]
+    worker = working(
+        ScriptedEnvironment(), policy, tasks=tasks, k=2, queue_size=1, buffer=1, args=args, tokenizer=tokenizer
+    )
+    worker.start()
+    try:
+        if change == "temperature":
+            worker.rollout_buffer.get(timeout=60)
+            args.temperature = 0.7
+            while not worker._producer.done():  # type: ignore[union-attr]  (the timeout of the test is the limit)
+                try:
+                    worker.rollout_buffer.get(timeout=0.1)
+                except queue.Empty:
+                    continue
+        with pytest.raises(RookeryError, match="UsageError"):
+            unhealthy(worker, 60.0)
+    finally:
+        worker.stop()
     assert workers() == []
 
 

@@ -11,7 +11,7 @@ from rookery.adapters.task_rows import make_task_rows
 from rookery.core import UsageError
 from rookery.journal import RunReader
 from rookery.tasks import tasks_from
-from tests.adapters.kit import ScriptedEnvironment, make_task
+from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
 from tests.adapters.trl_kit import tiny
 
 pytestmark = [pytest.mark.needs("openenv"), pytest.mark.long]
@@ -63,6 +63,21 @@ def test_session_returns_the_tokens_of_its_rollout_and_none_for_a_failed_one(
     with RunReader(factory.engine.folder or Path()) as reader:
         (record,) = [one for one in map(reader.rollout, ("0.0", "1.0")) if one is not None and one.reward == 0.75]
     assert record.usage.sampled_tokens == sum(sum(turn.loss_mask) for turn in trace.turns)
+
+
+def test_another_tokenizer_and_contradicting_parameters_are_refused(tmp_path: Path) -> None:
+    tiny(tmp_path / "policy.safetensors")
+    options = {"policy": f"embedded:{tmp_path / 'policy.safetensors'}", "tasks": TASKS, "runners": 0}
+    options |= {"sampling": {"temperature": 1.0}, "max_tokens": 8, "out": tmp_path / "runs"}
+    contradicting = [make_task("cold", [0.5]) | {"sampling": {"temperature": 0.5}}]
+    with pytest.raises(UsageError):
+        RookerySessionFactory(ScriptedEnvironment(), **(options | {"tasks": contradicting}))
+    tokenizer = ByteTokenizer(shift=1)
+    with RookerySessionFactory(ScriptedEnvironment(), tokenizer=tokenizer, **options) as factory:
+        session = factory.create(PROMPTS["scored"])
+        with pytest.raises(UsageError):
+            session.wait_for_completion(60)
+        session.close()
 
 
 def test_closed_session_is_cancelled(factory: RookerySessionFactory) -> None:

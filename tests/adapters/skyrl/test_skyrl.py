@@ -20,7 +20,7 @@ from rookery.adapters.skyrl import RookeryGenerator
 from rookery.core import Sampling, UsageError
 from rookery.engine import RetryPolicy
 from rookery.journal import RunReader, load_segments
-from tests.adapters.kit import ScriptedEnvironment, bigram_gradient, make_task
+from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, bigram_gradient, make_task
 from tests.adapters.trl_kit import tiny
 
 pytestmark = pytest.mark.needs("skyrl")
@@ -208,6 +208,13 @@ async def test_sampling_parameters_that_skyrl_changed_are_noticed(tmp_path: Path
     validate(1, output)
     with pytest.raises(UsageError):  # the trainer takes 100 tokens of a prompt and 5 of a reply
         RookeryGenerator(ScriptedEnvironment(), config=make_config(), policy="embedded", limits={"context": 106})
+
+
+async def test_another_tokenizer_is_noticed_with_the_first_rollouts(tmp_path: Path) -> None:
+    async with generating(tmp_path, [make_task("a", [1.0])]) as generator:
+        generator.rollouts.tokenizer = ByteTokenizer(shift=1)
+        with pytest.raises(UsageError):
+            await generator.generate(make_batch(generator, 1))
 
 
 def test_other_sampling_parameters_reach_the_inference_engine() -> None:

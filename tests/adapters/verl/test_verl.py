@@ -18,7 +18,7 @@ from rookery.journal import RunReader, find_run
 from rookery.training.advantages import compute_advantages
 from rookery.upstreams import ModelRequest, UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
-from tests.adapters.kit import bigram_gradient, make_task, save_model
+from tests.adapters.kit import ByteTokenizer, bigram_gradient, make_task, save_model
 from tests.processes import cmdline, descendants
 from tests.waiting import block_until
 
@@ -348,6 +348,44 @@ def test_worker_that_ray_kills_leaves_no_processes_and_keeps_finished_rollouts(
     )
 
 
+class TaskRunner:
+    """Holds the manager in an actor of its own, as verl's program does."""
+
+    def run(self, config: Any, model: Path, prompts: Any) -> int:
+        from rookery.adapters.verl import RookeryManager
+
+        self.manager = RookeryManager.create(config, EmbeddedClient(model))
+        self.manager.generate_sequences(prompts)
+        return os.getpid()
+
+
+def test_manager_closes_its_engine_when_verls_program_ends(
+    transfer_queue: Any, config: Any, model: Path, tmp_path: Path
+) -> None:
+    """verl's program then drops the handle of its actor, whose process runs its exit handlers."""
+    import ray
+    from omegaconf import OmegaConf
+
+    prompts = make_prompts(["scored"])
+    submit(transfer_queue, prompts)
+    (uid,) = prompts["uid"]
+    own = OmegaConf.create(OmegaConf.to_container(config))
+    own.rookery.tasks = [make_task("scored", [0.25] * K)]
+    own.rookery.out = str(tmp_path / "runs")
+    runner = ray.remote(TaskRunner).remote()
+    pid = ray.get(runner.run.remote(own, model, prompts))
+    while (status := transfer_queue.kv_list("train")["train"][uid]["status"]) in ("pending", "running"):
+        time.sleep(0.1)  # the timeout of the test is the limit
+    assert status == "finished"
+    del runner
+    while cmdline(pid):
+        time.sleep(0.1)
+    with RunReader(find_run("latest", tmp_path / "runs")) as reader:
+        assert reader.status in ("finished", "stopped")
+    stored = transfer_queue.kv_list("train")["train"]
+    transfer_queue.kv_clear(keys=[key for key in stored if key.startswith(uid)], partition_id="train")
+
+
 def test_error_that_concerns_all_rollouts_is_raised_by_the_next_call(
     transfer_queue: Any, config: Any, model: Path
 ) -> None:
@@ -458,6 +496,36 @@ def test_settings_that_verl_cannot_express_are_refused(config: Any, model: Path)
     refuse("rookery.limits", {"context": 73})  # verl takes 64 tokens of a prompt and 8 of a reply
     with pytest.raises(UsageError):
         RookeryManager.create(config, EmbeddedClient(model), teacher_client={"teacher": object()})
+
+
+def test_changed_sampling_parameters_and_another_tokenizer_are_noticed(config: Any, model: Path) -> None:
+    from omegaconf import OmegaConf
+
+    from rookery.adapters.verl import RookeryManager
+    from rookery.adapters.verl.rollouts import VerlRollouts
+
+    own = OmegaConf.create(OmegaConf.to_container(config))
+    manager = RookeryManager.create(own, EmbeddedClient(model))
+    try:
+        engines, settings = manager._rollouts.engines, manager._rollouts.read_settings(False)
+        engines.open(settings, purpose=False)
+        own.actor_rollout_ref.rollout.temperature = 0.7
+        with pytest.raises(UsageError):
+            manager.generate_sequences(make_prompts(["whole"]))
+    finally:
+        manager.close()
+    rollouts = VerlRollouts(config, EmbeddedClient(model))
+    try:
+        for temperature, top_p in ((1.0, 1.0), (0.0, 1.0)):  # verl's defaults for training and validation
+            rollouts.check_mode(rollouts.make_settings(temperature, top_p, -1))
+        for temperature, top_p in ((0.7, 1.0), (1.0, 0.9)):
+            with pytest.raises(UsageError):
+                rollouts.check_mode(rollouts.make_settings(temperature, top_p, -1))
+        rollouts.engines.tokenizer = ByteTokenizer(shift=1)
+        with pytest.raises(UsageError):
+            rollouts.start({"extra_info": {"task": "whole"}}, K, settings, "training").result(60)
+    finally:
+        rollouts.engines.close()
 
 
 def test_options_of_the_example_exist_in_verls_configuration(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from rookery.engine import SyncEngine
 from rookery.environments import Environment
 from rookery.training.advantages import Baseline
 from rookery.training.config import BatchConfig
-from rookery.training.rows import Row, make_rows, split_by_rollout
+from rookery.training.rows import Row, clip_rows, make_rows, split_by_rollout
 from rookery.upstreams.protocol import UpstreamConfig
 
 log = logging.getLogger("rookery.adapters.trl")
@@ -93,13 +93,15 @@ class RolloutFunc(ClosesOnExit):
         k = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         self._rollouts.tokenizer = getattr(trainer, "processing_class", None)
         salt = trainer.accelerator.process_index, int(trainer.state.global_step)
-        engine = self._rollouts.open(get_settings(trainer), seed=trainer.args.seed, salt=salt)
+        settings = get_settings(trainer)
+        engine = self._rollouts.open(settings, seed=trainer.args.seed, salt=salt)
         self._push_weights(engine, trainer)
         began = time.monotonic()
         groups = self._rollouts.run_groups(make_requests(tasks, k))
         log.info("%d rollouts in %.1f s", len(prompts), time.monotonic() - began)
         # TRL computes log probabilities that are missing.
-        rollouts = split_by_rollout(make_rows(groups, BatchConfig(without_logprob="train", extras=())))
+        rows = make_rows(groups, BatchConfig(without_logprob="train", extras=()))
+        rollouts = split_by_rollout(clip_rows(rows, settings.context))
         self._check_rows(rollouts, trainer)
         return make_columns(rollouts, trainer, k, self._baseline)
 

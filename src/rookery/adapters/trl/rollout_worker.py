@@ -4,12 +4,15 @@ Guarantees, besides those of `rookery.adapters.background_rollouts`:
 - All samples of a group are queued one after the other, with the oldest policy version of the group's tokens. A
   group in which all rollouts failed gives no samples.
 - With the trainer's `args`, sampling parameters that contradict them raise `UsageError` at construction.
+  Parameters that the trainer changes after `start` end the worker, and `check_health` raises.
 """
 
 import logging
 import queue
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
+
+import msgspec
 
 from rookery.adapters.background_rollouts import BackgroundRollouts
 from rookery.adapters.compatibility import TrainerSettings, check_choice
@@ -85,6 +88,13 @@ class RolloutWorker(BackgroundRollouts):
         """Value for the trainer's argument `weight_transfer`; None if Rookery transfers no weights, for example
         because TRL transfers them to its vLLM server."""
         self._baseline: Baseline = baseline
+        self._args = args
+
+    def start(self) -> None:
+        """Open the engine with the trainer's current settings, and start to produce groups."""
+        if self._args is not None:
+            self._settings = get_settings(self._args)
+        super().start()
 
     def dataset(self) -> Any:
         """Return a `datasets.Dataset` of the tasks, from which the trainer derives the length of an epoch."""
@@ -96,8 +106,16 @@ class RolloutWorker(BackgroundRollouts):
             self.resume(model_version)
 
     async def deliver(self, group: Group) -> None:
-        """Put the samples of a group into the queue, waiting while the queue is full."""
-        samples, figures = make_samples(group, baseline=self._baseline, version=self.version)
+        """Put the samples of a group into the queue, waiting while the queue is full.
+
+        Raise `UsageError` if the trainer's sampling parameters have changed since `start`.
+        """
+        if self._args is not None:
+            now = get_settings(self._args)
+            self._rollouts.open(msgspec.structs.replace(now, context=self._settings.context))
+        samples, figures = make_samples(
+            group, baseline=self._baseline, version=self.version, context=self._settings.context
+        )
         try:
             self.metrics_queue.put_nowait(figures)
         except queue.Full:

@@ -8,21 +8,23 @@ import numpy as np
 from rookery.core import Group
 from rookery.training.advantages import Baseline
 from rookery.training.config import BatchConfig
-from rookery.training.rows import Row, make_rows, split_by_rollout
+from rookery.training.rows import Row, clip_rows, make_rows, split_by_rollout
 
 MetricValue: TypeAlias = float | tuple[float, float]
 """Value of a metric: a number, or a pair of numerator and denominator whose sums over groups form a ratio."""
 
 
 def make_samples(
-    group: Group, *, baseline: Baseline = "leave_one_out", version: int = 0
+    group: Group, *, baseline: Baseline = "leave_one_out", version: int = 0, context: int | None = None
 ) -> tuple[list[Any], dict[str, MetricValue]]:
     """Return TRL's `RolloutSample` objects of a group, one per segment, and metrics about the group.
 
     All samples carry the oldest policy version of the group's trained tokens, so that the trainer drops a stale
     group as a whole; `version` is used if no token has one. A token without a log probability does not train.
+    Samples are cut to `context` tokens.
     """
     rows = make_rows([group], BatchConfig(baseline=baseline, without_logprob="mask", extras=()))
+    rows = clip_rows(rows, context)
     rollouts = [part[0] for part in split_by_rollout(rows)]
     rewards = [row.reward for row in rollouts if row.reward is not None]
     trained = [row for row in rows if row.trained]

@@ -26,5 +26,16 @@ def get_settings(trainer: Any) -> TrainerSettings:
         top_p=trainer.top_p,
         top_k=trainer.top_k or -1,
         max_tokens=trainer.max_completion_length,
+        context=_get_context(trainer),
         extra={name: value for name, value in extra.items() if value not in (None, 1.0)},
     )
+
+
+def _get_context(trainer: Any) -> int | None:
+    """Return the length of the longest sequence that TRL trains on, or None if it is not known.
+
+    That is the maximum of the model of a `GRPOTrainer`, and the `token_budget` of an `AsyncGRPOConfig`.
+    """
+    model = getattr(getattr(trainer, "model", None), "config", None)
+    known = (getattr(model, "max_position_embeddings", None), getattr(trainer, "token_budget", None))
+    return min((length for length in known if length is not None and length > 0), default=None)

@@ -45,7 +45,8 @@ class RookeryAgentLoop(AgentLoopBase):  # type: ignore[misc]
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         rollouts = get_rollouts(self.config, self.server_manager)
         settings = rollouts.make_settings(*(sampling_params[name] for name in ("temperature", "top_p", "top_k")))
-        rows = make_rows([await asyncio.wrap_future(rollouts.start(kwargs, 1, settings))])
+        rollouts.check_mode(settings)
+        rows = make_rows([await asyncio.wrap_future(rollouts.start(kwargs, 1, settings, settings.key))])
         if len(rows) > 1 and not rollouts.counts_rollouts:
             raise UsageError(
                 f"rollout {rows[0].rollout} of task {rows[0].task} has {len(rows)} segments, which verl counts as "

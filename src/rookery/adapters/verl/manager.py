@@ -35,12 +35,8 @@ class RookeryManager:
             )
         rollout = config.actor_rollout_ref.rollout
         self._sizes = {False: rollout.n, True: rollout.val_kwargs.n}
-        self._settings: dict[bool, TrainerSettings] = {
-            validate: self._rollouts.make_settings(one.temperature, one.top_p, one.top_k)
-            for validate, one in ((False, rollout), (True, rollout.val_kwargs))
-        }
-        for settings in self._settings.values():
-            self._rollouts.engines.check_settings(settings)
+        for validate in (False, True):
+            self._rollouts.engines.check_settings(self._rollouts.read_settings(validate))
         self._running: set[Future[None]] = set()
         self._failure: RookeryError | None = None
         """An error that concerns all rollouts, such as a wrong tokenizer or an engine that stopped itself."""
@@ -59,15 +55,16 @@ class RookeryManager:
     def generate_sequences(self, prompts: Any) -> None:
         """Start the rollouts of a batch of prompts (a TensorDict) and return at once.
 
-        Raise `RookeryError` if rollouts of an earlier batch have shown that no rollout can run.
+        Raise `RookeryError` if rollouts of an earlier batch have shown that no rollout can run, and `UsageError`
+        if verl's configuration has changed.
         """
         if self._failure is not None:
             raise RookeryError(f"no rollouts can run: {describe(self._failure)}") from self._failure
         validate = bool(prompts["validate"]) if "validate" in prompts else False
-        settings = self._settings[validate]
-        engine = self._rollouts.engines.open(settings, purpose=settings.key)
+        settings = self._rollouts.read_settings(validate)
+        engine = self._rollouts.engines.open(settings, purpose=validate)
         for index in range(len(prompts)):
-            future = engine.submit(partial(self._run_prompt, _get_row(prompts, index), validate))
+            future = engine.submit(partial(self._run_prompt, _get_row(prompts, index), validate, settings))
             self._running.add(future)
             future.add_done_callback(self._running.discard)
 
@@ -79,7 +76,9 @@ class RookeryManager:
         wait(running, CLOSE_SECONDS)
         self._rollouts.engines.close()
 
-    async def _run_prompt(self, fields: dict[str, Any], validate: bool, _: Engine) -> None:
+    async def _run_prompt(
+        self, fields: dict[str, Any], validate: bool, settings: TrainerSettings, _: Engine
+    ) -> None:
         import transfer_queue as tq
 
         uid, partition = str(fields["uid"]), "val" if validate else "train"
@@ -91,7 +90,7 @@ class RookeryManager:
                 )
             await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": "running"})
             k = int(fields.pop("__rollout_n__", self._sizes[validate]))
-            group = await asyncio.wrap_future(self._rollouts.start(fields, k, self._settings[validate]))
+            group = await asyncio.wrap_future(self._rollouts.start(fields, k, settings, validate))
             if await _put_rows(group, fields, partition, self._rollouts.baseline):
                 status = "finished"  # also if some members are missing
         except Exception as error:

@@ -1,6 +1,7 @@
 """Run rollouts for verl: model calls go through its `LLMServerClient`, rows become `AgentLoopOutput` objects."""
 
 import uuid
+from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -70,8 +71,7 @@ class VerlRollouts:
         check_choice("rookery.baseline", self.baseline, ("leave_one_out", "mean"))
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         path = model.get("tokenizer_path") or model.path
-        self._context = rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
-        self._max_tokens = rollout.response_length
+        self._rollout = rollout
         self.engines = ThreadedTrainerEngine(
             options.pop("env"),
             trainer="verl",
@@ -81,17 +81,39 @@ class VerlRollouts:
             **{"rendering": {"tokenizer": path}, **options},
         )
 
+    def read_settings(self, validate: bool) -> TrainerSettings:
+        """Return verl's assumptions about rollouts for training or for validation, from its configuration."""
+        mode = self._rollout.val_kwargs if validate else self._rollout
+        return self.make_settings(mode.temperature, mode.top_p, mode.top_k)
+
     def make_settings(self, temperature: float, top_p: float, top_k: int) -> TrainerSettings:
-        """Return verl's assumptions for one of its sampling modes (training, validation)."""
+        """Return verl's assumptions about rollouts with these sampling parameters."""
+        rollout = self._rollout
         return TrainerSettings(
-            temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=self._max_tokens, context=self._context
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=rollout.response_length,
+            context=rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length,
         )
 
-    def start(self, fields: dict[str, Any], k: int, settings: TrainerSettings) -> "Future[Group]":
-        """Start k rollouts of the task in a row of verl's dataset."""
+    def check_mode(self, settings: TrainerSettings) -> None:
+        """Raise `UsageError` unless verl's configuration has these settings, for training or for validation."""
+        greedy = self.make_settings(0.0, 1.0, -1)  # verl's baseline of some estimators
+        if settings not in (self.read_settings(False), self.read_settings(True), greedy):
+            raise UsageError(
+                f"verl samples with temperature {settings.temperature:g}, top_p {settings.top_p:g} and top_k "
+                f"{settings.top_k}, but actor_rollout_ref.rollout and its val_kwargs have other values: set "
+                "them there, because verl computes log probabilities with them"
+            )
+
+    def start(
+        self, fields: dict[str, Any], k: int, settings: TrainerSettings, purpose: Hashable
+    ) -> "Future[Group]":
+        """Start k rollouts of the task in a row of verl's dataset. Each purpose has an engine of its own."""
         name = (fields.get("extra_info") or {}).get(TASK_KEY)
         task = self.engines.find_task(fields.get("raw_prompt"), name)
-        return self.engines.submit(task, k, settings, purpose=settings.key)
+        return self.engines.submit(task, k, settings, purpose=purpose)
 
 
 def make_output(row: Row, reward: float) -> Any:
