@@ -1,5 +1,6 @@
 """Tests that every adapter for a trainer has a page, an example, a tested range of versions, and short modules."""
 
+import ast
 import asyncio
 import importlib
 import logging
@@ -19,6 +20,16 @@ from tests.adapters.kit import ScriptedEnvironment
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "src" / "rookery" / "adapters"
 MAX_LINES = 170
+MAX_CODE = 155
+"""Maximum number of lines of code for an interface of a trainer, without imports, docstrings and comments."""
+INTERFACES = {
+    "nemo_gym": ("agent server", "data set and configuration"),
+    "slime": ("rollout function", "data source"),
+    "trl": ("rollout function", "rollout worker"),
+    "verifiers": ("environment server", "taskset package"),
+    "verl": ("agent-loop manager", "agent loop"),
+}
+"""The interfaces of a trainer that an adapter implements, where these are several."""
 PAGES = {
     "areal": "areal",
     "nemo_gym": "nemo-gym",
@@ -49,10 +60,24 @@ RANGES = {
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_modules_of_an_adapter_are_short(name: str) -> None:
+def test_adapters_and_their_modules_are_short(name: str) -> None:
     module = ADAPTERS / f"{name}.py"
-    for path in [module] if module.exists() else (ADAPTERS / name).glob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES, path
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in ([module] if module.exists() else (ADAPTERS / name).glob("*.py"))
+    ]
+    assert all(len(source.splitlines()) <= MAX_LINES for source in sources)
+    assert sum(map(count_code, sources)) <= MAX_CODE * len(INTERFACES.get(name, [name]))
+
+
+def count_code(source: str) -> int:
+    """Return the number of lines that are not blank, nor part of an import, a docstring or a comment."""
+    left = {number for number, line in enumerate(source.splitlines(), 1) if line.split("#")[0].strip()}
+    for node in ast.walk(ast.parse(source)):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if text or isinstance(node, ast.Import | ast.ImportFrom):
+            left -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(left)
 
 
 @pytest.mark.parametrize("name", sorted(set(PAGES.values())))

@@ -1,13 +1,17 @@
-"""Train the embedded policy with other trainers: a transformers tokenizer, and a function that writes weights."""
+"""Weights and tokenizer of the policy, for other trainers that train the embedded policy or another one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rookery.core import UsageError
+from rookery.engine.preflight import build_upstream_config
 from rookery.upstreams.embedded import Weights, chat
+from rookery.upstreams.protocol import UpstreamConfig
 
 Push: TypeAlias = Callable[[Mapping[str, Any], int], object]
 """Function that transfers weights to the policy. It receives the trainer's tensors by name, and their version."""
+_EMBEDDED_PREFIX = "embedded:"
 
 
 def push_weights(path: str | Path) -> Push:
@@ -23,6 +27,27 @@ def push_weights(path: str | Path) -> Push:
         Weights(Weights.load(target).shape, arrays, version=version).save(target)
 
     return push
+
+
+def resolve_push(policy: str | Sequence[str] | UpstreamConfig, push: Push | bool | None) -> Push | None:
+    """Return the function that transfers weights to the policy, or None if Rookery does not transfer them.
+
+    That is `push` if the user passed a function. For `push=None` and a policy `embedded:PATH`, it is
+    `push_weights(PATH)`. For `push=False`, it is None.
+    """
+    if push is True:
+        raise UsageError(
+            "push=True is not valid: pass a function that takes the tensors by name and their version, or False "
+            "or None"
+        )
+    if push is not None:
+        return push or None
+    urls = build_upstream_config(policy, "").urls
+    return (
+        push_weights(urls[0].removeprefix(_EMBEDDED_PREFIX))
+        if urls and urls[0].startswith(_EMBEDDED_PREFIX)
+        else None
+    )
 
 
 def embedded_tokenizer() -> Any:

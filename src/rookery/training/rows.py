@@ -346,6 +346,16 @@ def describe_row(row: Row) -> dict[str, Any]:
     }
 
 
+def describe_rollout(part: Sequence[Row], kept: Row) -> dict[str, Any]:
+    """Return plain data about a rollout, of whose rows only `kept` trains."""
+    return {
+        **describe_row(kept),
+        "versions": sorted({int(version) for row in part for version in row.versions[row.mask]}),
+        "segments": sum(bool(len(row)) for row in part),
+        "tokens_left_out": count_left_out_tokens(part, [kept]),
+    }
+
+
 def _get_missing_cause(row: Row) -> str:
     """Return why a rollout is missing, for metrics; empty for a valid one."""
     if row.valid:

@@ -9,6 +9,7 @@ import msgspec
 
 from rookery.adapters.rollout_service import FinishedRollout, TurnTokens
 from rookery.core import Cancelled, Failed, Message, RookeryError, label
+from rookery.gateway.dialects.responses_items import RequestTools, call_item, message_item
 from rookery.gateway.http_messages import HttpError
 
 
@@ -96,23 +97,9 @@ def check_contiguous(output: Sequence[dict[str, Any]]) -> None:
 
 def format_reply(message: Message) -> list[dict[str, Any]]:
     """Return a reply as items of the Responses API. The last one gets the tokens of the whole reply."""
-    items: list[dict[str, Any]] = []
-    if message.text or not message.tool_calls:
-        text = {"type": "output_text", "text": message.text, "annotations": []}
-        items.append(
-            {
-                "id": f"msg_{uuid.uuid4().hex}",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [text],
-            }
-        )
-    items += [
-        {"type": "function_call", "call_id": one.id, "name": one.name, "arguments": one.arguments}
-        for one in message.tool_calls
-    ]
-    return items
+    stem = uuid.uuid4().hex
+    items = [message_item(stem, 0, message.text)] if message.text or not message.tool_calls else []
+    return items + [call_item(stem, at, call, RequestTools()) for at, call in enumerate(message.tool_calls)]
 
 
 def format_input(message: Message) -> dict[str, Any]:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from rookery.training.advantages import Baseline
-from rookery.training.rows import Row, describe_row, fill_row, keep_one_row, shape_rewards, summarize_rollouts
+from rookery.training.rows import (
+    Row,
+    describe_rollout,
+    fill_row,
+    keep_one_row,
+    shape_rewards,
+    summarize_rollouts,
+)
 
 LOSSES_DIVIDED_BY_ROWS: Final = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 """Values of TRL's `loss_type` whose loss is divided by the number of rows, including rows that do not train."""
@@ -24,7 +31,7 @@ log = logging.getLogger("rookery.adapters.trl")
 def make_columns(rollouts: Sequence[list[Row]], trainer: Any, k: int, baseline: Baseline) -> dict[str, list[Any]]:
     """Return the columns for the rows of these rollouts, one row per rollout.
 
-    The additional columns `rookery_reward` and `rollout` are for reward functions.
+    The additional columns `rookery_reward` and `rollout` (from `describe_rollout`) are for reward functions.
     """
     kept = keep_one_row([row for part in rollouts for row in part])
     all_rewards, first = _gather_rewards([row.reward for row in kept], trainer)
@@ -38,7 +45,7 @@ def make_columns(rollouts: Sequence[list[Row]], trainer: Any, k: int, baseline: 
     return {
         **{name: [getattr(row, attribute) for row in rows] for name, attribute in COLUMNS.items()},
         "rookery_reward": shaped[first : first + len(kept)],
-        "rollout": [_describe(part, row) for part, row in zip(rollouts, kept, strict=True)],
+        "rollout": [describe_rollout(part, row) for part, row in zip(rollouts, kept, strict=True)],
     }
 
 
@@ -72,14 +79,6 @@ def _gather_rewards(rewards: Sequence[float | None], trainer: Any) -> tuple[list
     gathered = trainer.accelerator.gather(own.to(trainer.accelerator.device)).tolist()
     all_rewards = [None if math.isnan(reward) else reward for reward in gathered]
     return all_rewards, trainer.accelerator.process_index * len(rewards)
-
-
-def _describe(part: list[Row], kept: Row) -> dict[str, Any]:
-    """Return the data of a rollout that TRL passes to reward functions in the column `rollout`."""
-    left = sum(row.trained for row in part) - kept.trained
-    versions = sorted({int(version) for row in part for version in row.versions[row.mask]})
-    count = sum(bool(len(row)) for row in part)
-    return {**describe_row(kept), "versions": versions, "segments": count, "tokens_left_out": left}
 
 
 def reward(

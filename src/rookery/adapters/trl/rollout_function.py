@@ -14,12 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from rookery.adapters.compatibility import check_choice, keep_one_segment
-from rookery.adapters.embedded import Push
+from rookery.adapters.embedded import Push, resolve_push
 from rookery.adapters.group_requests import make_requests
 from rookery.adapters.trainer_engine import ThreadedTrainerEngine
 from rookery.adapters.trl.columns import is_scaled_wrongly, make_columns
 from rookery.adapters.trl.settings import TESTED, dataset, get_settings
-from rookery.adapters.trl.weight_transfer import resolve_push
 from rookery.core import Sampling, Task, UsageError
 from rookery.core.lifetimes import ClosesOnExit
 from rookery.engine import SyncEngine

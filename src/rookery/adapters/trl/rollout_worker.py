@@ -16,11 +16,11 @@ import msgspec
 
 from rookery.adapters.background_rollouts import BackgroundRollouts
 from rookery.adapters.compatibility import TrainerSettings, check_choice
-from rookery.adapters.embedded import Push
+from rookery.adapters.embedded import Push, resolve_push
 from rookery.adapters.trainer_engine import ThreadedTrainerEngine
 from rookery.adapters.trl.samples import MetricValue, make_samples
 from rookery.adapters.trl.settings import TESTED, dataset, get_settings
-from rookery.adapters.trl.weight_transfer import WeightTransfer, resolve_push
+from rookery.adapters.trl.weight_transfer import WeightTransfer
 from rookery.core import Group, Sampling, Task
 from rookery.engine.group_channel import GroupFilter
 from rookery.environments import Environment

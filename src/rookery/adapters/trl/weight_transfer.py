@@ -5,39 +5,13 @@ Guarantees:
 - If a push (the function that transfers the weights) raises, sampling continues with the previous version number.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rookery.adapters.embedded import Push, push_weights
-from rookery.core import UsageError
-from rookery.engine.preflight import build_upstream_config
-from rookery.upstreams.protocol import UpstreamConfig
+from rookery.adapters.embedded import Push
 
 if TYPE_CHECKING:
     from rookery.adapters.trl.rollout_worker import RolloutWorker
-
-_EMBEDDED_PREFIX = "embedded:"
-
-
-def resolve_push(policy: str | Sequence[str] | UpstreamConfig, push: Push | bool | None) -> Push | None:
-    """Return the function that transfers weights to the policy, or None if Rookery does not transfer them.
-
-    That is `push` if the user passed a function. For `push=None` and a policy `embedded:PATH`, it is
-    `push_weights(PATH)`. For `push=False`, it is None.
-    """
-    if push is True:
-        raise UsageError(
-            "push=True is not valid: pass a function that takes the tensors by name and their version, or False "
-            "or None"
-        )
-    if push is not None:
-        return push or None
-    urls = build_upstream_config(policy, "").urls
-    return (
-        push_weights(urls[0].removeprefix(_EMBEDDED_PREFIX))
-        if urls and urls[0].startswith(_EMBEDDED_PREFIX)
-        else None
-    )
 
 
 class WeightTransfer:
