@@ -104,6 +104,27 @@ def config(model: Path) -> Any:
     return made
 
 
+def start_ray(folder: str) -> None:
+    """Start a Ray cluster of one node. Ray gives a node only 30 s to start, so it is tried more than once."""
+    import ray
+
+    for tries_left in reversed(range(4)):
+        try:
+            ray.init(
+                address="local",  # never a cluster that somebody else started on this machine
+                num_cpus=4,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=100 * 1024 * 1024,
+                _temp_dir=folder,
+            )
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not tries_left or "timed out" not in str(error):
+                raise
+
+
 @pytest.fixture(scope="module")
 def transfer_queue(config: Any) -> Iterator[Any]:
     import ray
@@ -111,14 +132,7 @@ def transfer_queue(config: Any) -> Iterator[Any]:
 
     # A short path: Ray creates Unix sockets below it.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",  # never a cluster that somebody else started on this machine
-            num_cpus=4,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=100 * 1024 * 1024,
-            _temp_dir=folder,
-        )
+        start_ray(folder)
         try:
             transfer_queue.init(config.transfer_queue)
             yield transfer_queue
