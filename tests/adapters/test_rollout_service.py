@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from pathlib import Path
 
 import msgspec
@@ -67,6 +68,21 @@ async def test_rollouts_are_compared_with_the_tokenizer_and_context_length_of_th
                 continue
             found = await service.run(task, sampling=sampling)
             assert found.rollout.outcome == Truncated("context")
+
+
+async def test_changed_sampling_parameters_are_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with RolloutService(make_config(make_policy(tmp_path)), out=tmp_path) as service:
+        with caplog.at_level(logging.INFO, "rookery.adapters"):
+            for temperature, top_p in ((None, None), (1.0, 1.0), (0.7, None), (0.7, 1.0), (None, 0.9)):
+                sampling = Sampling(temperature=temperature, top_p=top_p, max_tokens=4)
+                await service.run(get_tasks()["plain"], sampling=sampling)
+    assert [(record.levelname, record.args) for record in caplog.records if "temperature" in record.message] == [
+        ("INFO", (1.0, 1.0, -1)),
+        ("WARNING", (0.7, 1.0, -1)),
+        ("WARNING", (1.0, 0.9, -1)),
+    ]
 
 
 async def test_replies_without_log_probabilities_are_refused(tmp_path: Path) -> None:

@@ -57,13 +57,6 @@ def make_workflow(
                 f"actor.{name} normalises in groups of a fixed size, which missing rollouts would shift: set "
                 f"actor.{name} to null, because the rewards of this workflow are already advantages"
             )
-    settings = TrainerSettings(
-        temperature=gconfig.temperature,
-        top_p=gconfig.top_p,
-        top_k=-1 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
-        max_tokens=gconfig.max_new_tokens,
-        context=gconfig.max_tokens,
-    )
     if k < 2:
         raise UsageError(f"k is {k}, but an advantage needs at least two rollouts of a task")
 
@@ -73,20 +66,36 @@ def make_workflow(
         def __init__(self) -> None:
             self._engine: Any = None
             self.rollouts = TrainerEngine(
-                env, trainer="AReaL", tested=TESTED, settings=settings, generate=self._generate, **options
+                env,
+                trainer="AReaL",
+                tested=TESTED,
+                settings=_get_settings(gconfig),
+                generate=self._generate,
+                **options,
             )
 
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
             """Run the group of a row, and return the sequences of its valid members as padded tensors."""
             self._engine = engine
             task = self.rollouts.find_task(data.get("prompt", data.get("messages")), data.get("task"))
-            rows = make_rows([await self.rollouts.run(task, k)], batch or BatchConfig())
+            rows = make_rows([await self.rollouts.run(task, k, _get_settings(gconfig))], batch or BatchConfig())
             return make_tensors([row for row in rows if row.trained])
 
         async def _generate(self, call: TokenCall) -> TokenResult:
             return await generate(self._engine, gconfig, call)
 
     return RookeryWorkflow()
+
+
+def _get_settings(gconfig: Any) -> TrainerSettings:
+    """Return what AReaL assumes about rollouts."""
+    return TrainerSettings(
+        temperature=gconfig.temperature,
+        top_p=gconfig.top_p,
+        top_k=-1 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
+        max_tokens=gconfig.max_new_tokens,
+        context=gconfig.max_tokens,
+    )
 
 
 async def generate(engine: Any, gconfig: Any, call: TokenCall) -> TokenResult:

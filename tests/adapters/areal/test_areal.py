@@ -141,6 +141,18 @@ async def test_normalisation_by_areal_and_other_sampling_parameters_are_refused(
         make_workflow(tmp_path, 1, task)
 
 
+async def test_sampling_parameters_that_areal_changed_are_noticed(tmp_path: Path) -> None:
+    gconfig = make_gconfig()
+    workflow = make_workflow(tmp_path, 2, make_task("a", [1.0, 0.0]), gconfig=gconfig)
+    try:
+        assert await workflow.arun_episode(FakeEngine(), {"task": "a"}) is not None
+        gconfig.temperature = 0.7
+        with pytest.raises(UsageError):
+            await workflow.arun_episode(FakeEngine(), {"task": "a"})
+    finally:
+        await workflow.rollouts.aclose()
+
+
 class OtherTokenizer:
     def __len__(self) -> int:
         return 200  # the policy samples 257

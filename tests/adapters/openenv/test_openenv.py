@@ -8,7 +8,7 @@ import pytest
 
 from rookery.adapters.openenv import COMPLETED, FAILED, RookerySessionFactory
 from rookery.adapters.task_rows import make_task_rows
-from rookery.core import UsageError
+from rookery.core import Sampling, Task, UsageError
 from rookery.journal import RunReader
 from rookery.tasks import tasks_from
 from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
@@ -69,7 +69,7 @@ def test_another_tokenizer_and_contradicting_parameters_are_refused(tmp_path: Pa
     tiny(tmp_path / "policy.safetensors")
     options = {"policy": f"embedded:{tmp_path / 'policy.safetensors'}", "tasks": TASKS, "runners": 0}
     options |= {"sampling": {"temperature": 1.0}, "max_tokens": 8, "out": tmp_path / "runs"}
-    contradicting = [make_task("cold", [0.5]) | {"sampling": {"temperature": 0.5}}]
+    contradicting = [Task(id="cold", sampling=Sampling(temperature=0.5))]
     with pytest.raises(UsageError):
         RookerySessionFactory(ScriptedEnvironment(), **(options | {"tasks": contradicting}))
     tokenizer = ByteTokenizer(shift=1)

@@ -82,7 +82,7 @@ def read_group(worker: Any) -> list[Any]:
     """Return the samples of the first group."""
     samples: list[Any] = []
     while not samples or samples[-1].group_id == samples[0].group_id:
-        worker.check_health(stale_after_s=120)
+        worker.check_health(stale_after_s=3600)  # the timeout of the test is the limit
         try:
             samples.append(worker.rollout_buffer.get(timeout=1))
         except queue.Empty:
