@@ -388,12 +388,9 @@ def test_manager_closes_its_engine_when_verls_program_ends(
     own.rookery.out = str(tmp_path / "runs")
     runner = ray.remote(TaskRunner).remote()
     pid = ray.get(runner.run.remote(own, model, prompts))
-    while (status := transfer_queue.kv_list("train")["train"][uid]["status"]) in ("pending", "running"):
-        time.sleep(0.1)  # the timeout of the test is the limit
-    assert status == "finished"
+    block_until(lambda: transfer_queue.kv_list("train")["train"][uid]["status"] == "finished", SECONDS)
     del runner
-    while cmdline(pid):
-        time.sleep(0.1)
+    block_until(lambda: not cmdline(pid), SECONDS)
     with RunReader(find_run("latest", tmp_path / "runs")) as reader:
         assert reader.status in ("finished", "stopped")
     stored = transfer_queue.kv_list("train")["train"]
