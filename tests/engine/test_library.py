@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rookery import Engine, SyncEngine
+from rookery import Engine, Sampling, SandboxSpec, SyncEngine
 from rookery.core import Group, RookeryError, Task, UsageError, label
 from rookery.engine import EngineConfig, remote_engine
 from rookery.engine.control_server import HELLO_BYTES, KEY, SOCKET
@@ -416,6 +416,34 @@ def test_struct_options_are_accepted_as_dictionaries() -> None:
 def test_wrong_fields_of_struct_options_are_refused_at_construction(option: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Engine(ENV, policy="embedded", **option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"record": "token"},
+        {"log_format": "xml"},
+        {"runners": "2"},
+        {"concurrency": 1.5},
+        {"seed": "x"},
+        {"sampling": Sampling(temperature="hot")},  # type: ignore[arg-type]
+        {"sandbox": SandboxSpec(network="modle")},  # type: ignore[arg-type]
+        {"sandbox": SandboxSpec(env={"A": 1})},  # type: ignore[dict-item]
+        {"roles": {"judge": "embedded"}},
+        {"prices": {"m": 3}},
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_type_are_refused_at_construction(option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="judge|" + next(iter(option))):
+        Engine(ENV, policy="embedded", **option)
+
+
+@pytest.mark.parametrize("name", ["memory", "cpus", "pids", "disk", "wall", "cpu_seconds", "output"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), "1g"])
+def test_limits_of_a_sandbox_must_be_numbers_above_zero(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        SandboxSpec(**{name: value})  # type: ignore[arg-type]
 
 
 def test_arguments_beside_a_configuration_are_refused() -> None:

@@ -43,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
                 raise ValueError(f"limits.{name} must be a finite number above 0, got {value!r}")
 
     def over(self, below: "Limits") -> "Limits":

@@ -37,7 +37,8 @@ def struct_option(name: str, value: S | Mapping[str, Any] | None, kind: type[S])
     try:
         return msgspec.convert(dict(value), kind)
     except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"{name}: {error}") from None
+        text = str(error)
+        raise UsageError(text if text.startswith(f"{name}.") else f"{name}: {text}") from None
 
 
 def list_plugins(group: str) -> list[str]:

@@ -21,6 +21,9 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Absolute path in the sandbox; created if it does not exist."""
 
 
+_LIMITS = ("memory", "cpus", "pids", "disk", "wall", "cpu_seconds", "output")
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """All settings of a sandbox: provider, image, limits, network and mounts. Immutable."""
 
@@ -57,6 +60,12 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
     Naming a provider that does not isolate in `provider` counts as consent too.
     """
+
+    def __post_init__(self) -> None:
+        for name in _LIMITS:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise ValueError(f"sandbox.{name} must be a number above 0, got {value!r}")
 
     def over(self, other: "SandboxSpec | None", named: Iterable[str] = ()) -> "SandboxSpec":
         """Return this spec, with the values of `other` for fields that are not set here.

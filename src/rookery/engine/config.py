@@ -8,12 +8,14 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
+from rookery.core.errors import suggestion
 from rookery.core.prices import Price
+from rookery.core.sandboxes import Network
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments import EnvironmentRef
@@ -270,8 +272,29 @@ def with_policy_options(config: EngineConfig) -> EngineConfig:
 
 
 def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise UsageError(f"{name} must be at least {low}, got {value}")
+    if not isinstance(value, int) or value < low:
+        raise UsageError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def check_types(config: EngineConfig) -> None:
+    """Raise `UsageError` if a field, also one of a nested struct, has a value that its type does not allow.
+
+    Constructors do not check types, and runners refuse such a configuration only when they decode it.
+    """
+    for name, value, known in (
+        ("record", config.record, (*get_args(RecordMode), "off")),
+        ("log_format", config.log_format, get_args(LogFormat)),
+        ("sandbox.network", config.sandbox.network, get_args(Network)),
+    ):
+        if value is not None and value not in known:
+            hint = suggestion(str(value), known)
+            raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}{hint}")
+    plain = msgspec.to_builtins(msgspec.structs.replace(config, arguments={}, stream={}))
+    try:
+        msgspec.convert(plain, EngineConfig)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        raise UsageError(f"{path.rstrip('`') or 'the configuration'}: {text[:1].lower()}{text[1:]}") from None
 
 
 def environment_reference(config: EngineConfig) -> EnvironmentRef:

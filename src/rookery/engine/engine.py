@@ -22,6 +22,7 @@ from rookery.engine.cluster import open_cluster
 from rookery.engine.config import (
     EngineConfig,
     build_run_settings,
+    check_types,
     describe_config,
     environment_reference,
     refuse_training,
@@ -151,6 +152,12 @@ class Engine:
                 sandbox = {"provider": sandbox}
             elif isinstance(sandbox, Mapping):
                 options.setdefault("explicit_sandbox_fields", tuple(sandbox))
+            for role, upstream in (roles or {}).items():
+                if not isinstance(upstream, UpstreamConfig):
+                    raise UsageError(
+                        f"the model role {role!r} must be an UpstreamConfig, such as UpstreamConfig(urls=(URL,)), "
+                        f"not {upstream!r:.80}"
+                    )
             config = EngineConfig(
                 environment=source,
                 upstreams={"policy": build_upstream_config(policy, model, kind), **(roles or {})},
@@ -159,6 +166,7 @@ class Engine:
                 sampling=struct_option("sampling", sampling, Sampling),
                 **options,
             )
+        check_types(config)
         config = with_policy_options(config)
         if config.cluster:
             open_cluster(config.cluster)  # raises if it is unknown or not installed
