@@ -77,7 +77,7 @@ _TABLE = (
         "upstream.unreachable",
         "infra",
         "The connection to the inference engine could not be opened, or it was lost.",
-        "Check that the server is running and that its URL (--policy) is correct.",
+        "Check that the server is running and that its URL (`--policy`, for a gateway `--upstream`) is correct.",
     ),
     Cause(
         "upstream.timeout",

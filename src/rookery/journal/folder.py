@@ -91,8 +91,10 @@ def find_run(spec: str, root: Path) -> Path:
         raise UsageError(f"{spec!r} matches {len(found)} runs: {_list_some(found)}; type more of the name")
     from difflib import get_close_matches
 
-    near = [name for name in names if spec in name] or get_close_matches(spec, names, _NEAR, 0.4) or names
-    hint = f"similar runs: {_list_some(near)}" if near else f"{root} has no runs"
+    if not names:
+        raise UsageError(f"no run {spec!r} in {root}, which has no runs")
+    near = [name for name in names if spec in name] or get_close_matches(spec, [LATEST, *names], _NEAR, 0.4)
+    hint = f"similar names: {_list_some(near)}" if near else f"newest runs: {_list_some(names)}"
     raise UsageError(f"no run {spec!r} in {root}; {hint}")
 
 
