@@ -90,12 +90,16 @@ def find_wording(source: str) -> Iterator[tuple[int, str]]:
     """
     tree = ast.parse(source)
     expectations = {id(literal): literal for literal in find_expectations(tree)}
+    asserted = [
+        (literal.lineno, " ".join(phrase))
+        for literal in expectations.values()
+        for phrase in set(split_phrases(literal.value)) & phrases_of_messages()
+    ]
+    if not asserted:
+        return
     texts = [literal.value for literal in list_literals(tree) if id(literal) not in expectations]
     supplied = "\n".join([*texts, *map(os.strerror, errno.errorcode)]).lower()
-    for literal in expectations.values():
-        for phrase in set(split_phrases(literal.value)) & phrases_of_messages():
-            if " ".join(phrase) not in supplied:
-                yield literal.lineno, " ".join(phrase)
+    yield from ((line, words) for line, words in asserted if words not in supplied)
 
 
 @pytest.mark.timeout(600)  # it reads every test and every message
