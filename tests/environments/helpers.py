@@ -72,6 +72,8 @@ class CountingWatch:
         if step > 0:
             self.waits_started.append(on)
 
+    def calls_ended(self) -> None: ...
+
 
 class Attempt:
     """A context and everything around it, for one test."""

@@ -32,6 +32,8 @@ class NullWatch:
 
     def waiting(self, on: str, step: int) -> None: ...
 
+    def calls_ended(self) -> None: ...
+
 
 class RecordingUpstream:
     """Upstream that forwards to another one and keeps every request with its reply."""

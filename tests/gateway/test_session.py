@@ -1,6 +1,7 @@
 """`Session` enforces budgets, pauses and closing, and holds the clock while a call waits for others."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,7 @@ class Watch:
     def __init__(self) -> None:
         self.holds = 0
         self.total_holds = 0
+        self.idle_times = 0
         self.waits: dict[str, int] = {}
 
     def hold(self) -> None:
@@ -88,6 +90,9 @@ class Watch:
     def waiting(self, on: str, step: int) -> None:
         self.waits[on] = self.waits.get(on, 0) + step
         assert self.waits[on] >= 0
+
+    def calls_ended(self) -> None:
+        self.idle_times += 1
 
 
 class SessionFixture:
@@ -120,7 +125,7 @@ class SessionFixture:
 
     def idle(self) -> None:
         """Check that no call is in flight, no clock is stopped and no slot of the gate is taken."""
-        assert (self.watch.holds, self.watch.waits.get("model", 0), self.pausable.in_flight) == (0, 0, 0)
+        assert (self.watch.holds, self.session.in_flight, self.pausable.in_flight) == (0, 0, 0)
         assert self.upstream.pending == []
         assert (self.upstream.gate.in_use, self.upstream.gate.waiting) == (0, 0)
 
@@ -280,7 +285,7 @@ async def test_paused_upstream_starts_no_call_and_holds_the_clock(setup: Session
     await setup.pausable.pause("drain")
     call = asyncio.create_task(setup.policy.chat("x"))
     await run_pending_tasks()
-    assert (setup.upstream.requests, setup.watch.holds, setup.watch.waits) == ([], 1, {"model": 1})
+    assert (setup.upstream.requests, setup.watch.holds, setup.session.in_flight) == ([], 1, 1)
     await setup.pausable.resume()
     await call
     assert call.result().turn.queued > 0
@@ -292,13 +297,38 @@ async def test_waiting_for_the_concurrency_gate_holds_the_clock() -> None:
     setup.upstream.at_once = None
     first, second = (asyncio.create_task(setup.policy.chat(text)) for text in "ab")
     await run_pending_tasks()
-    assert (setup.watch.holds, setup.watch.waits) == (1, {"model": 2})
+    assert (setup.watch.holds, setup.session.in_flight) == (1, 2)
     setup.upstream.pending[0].set_result(ANSWER)
     await first
     await run_pending_tasks()
     assert (setup.watch.holds, len(setup.upstream.pending)) == (0, 1)
     setup.upstream.pending[0].set_result(ANSWER)
     await second
+    setup.idle()
+
+
+async def test_time_of_overlapping_calls_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, clock = SessionFixture(), SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr("rookery.gateway.session.time", clock)
+    setup.upstream.at_once = None
+    first = asyncio.create_task(setup.policy.chat("a"))
+    await run_pending_tasks()
+    clock.monotonic = lambda: 2.0
+    second = asyncio.create_task(setup.policy.chat("b"))
+    await run_pending_tasks()
+    clock.monotonic = lambda: 5.0
+    assert setup.session.busy_seconds == 5.0
+    setup.upstream.pending[0].set_result(ANSWER)
+    await first
+    assert setup.watch.idle_times == 0
+    clock.monotonic = lambda: 6.0
+    setup.upstream.pending[0].set_result(ANSWER)
+    await second
+    clock.monotonic = lambda: 9.0
+    assert (setup.session.busy_seconds, setup.watch.idle_times) == (6.0, 1)
+    setup.upstream.at_once = ANSWER
+    await setup.session.model("judge").chat("c")
+    assert (setup.session.busy_seconds, setup.watch.idle_times) == (6.0, 2)
     setup.idle()
 
 

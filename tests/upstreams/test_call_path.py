@@ -5,7 +5,7 @@ import pytest
 from benchmarks.model_call import trace_call
 
 MAX_STACK = 9
-MAX_FUNCTIONS = 21
+MAX_FUNCTIONS = 16
 """Limit measured by `python -m benchmarks model-call`. Lower it when the path gets shorter."""
 
 

@@ -172,10 +172,13 @@ class RunningAttempt:
             self._arm()
 
     def waiting(self, on: str, step: int) -> None:
-        """Count a call that starts (`step` is 1) or stops (-1) waiting for a resource: `model` or `sandbox`."""
+        """Count a call that starts (`step` is 1) or stops (-1) waiting for a resource: `tool` or `sandbox`."""
         self._times.count_wait(on, step, self._loop.time())
-        if self._examining is not None and on == "model" and not self._times.is_waiting_for("model"):
-            self._end_examination()  # the call has ended, so its server is not hung
+
+    def calls_ended(self) -> None:
+        """End the check for hanging servers, if there is one: servers that have answered do not hang."""
+        if self._examining is not None:
+            self._end_examination()
 
     # ---- stages
 
@@ -369,8 +372,8 @@ class RunningAttempt:
         if self._examining is not None:
             return
         self._expired = True
-        self._waited_on_others = self._times.is_waiting
-        if self.stage == "run" and (self._times.is_waiting_for("model") or self._gateway_sessions):
+        self._waited_on_others = self._times.is_waiting or self.session.in_flight > 0
+        if self.stage == "run" and (self.session.in_flight or self._gateway_sessions):
             self._examining = start_detached(self._examine())
         else:
             self._interrupt()
@@ -466,7 +469,7 @@ class RunningAttempt:
             metrics={**ctx.metrics, **score.metrics} if score and score.metrics else ctx.metrics,
             info=ctx.info,
             usage=collect_usage(self.session, ctx),
-            timing=self._times.build_timing(self.spec.queued, self._loop.time()),
+            timing=self._times.build_timing(self.spec.queued, self._loop.time(), self.session.busy_seconds),
             tokens=tuple(self._extents),
             minimum=self.loaded.reward_bounds[0],
             tainted=self._tainted or count_stuck_threads() > 0,

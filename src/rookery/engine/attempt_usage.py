@@ -1,6 +1,7 @@
 """Measure the times, waits and model calls of an attempt. Runs in the runner process.
 
-- If several calls wait for the same resource (`model` or `sandbox`) at the same time, that time counts once.
+- If several calls wait for the same resource (`tool` or `sandbox`) at the same time, that time counts once.
+  `Session.busy_seconds` measures model calls in the same way.
 - A wait that has not ended yet counts up to the current time.
 - The time of a stage includes its pauses, which are also reported separately.
 """
@@ -21,7 +22,7 @@ class AttemptTimes:
         self._paused = 0.0
 
     def count_wait(self, resource: str, step: int, now: float) -> None:
-        """Count a call that starts (`step` is 1) or stops (-1) waiting for a resource: `model` or `sandbox`."""
+        """Count a call that starts (`step` is 1) or stops (-1) waiting for a resource: `tool` or `sandbox`."""
         count = self._waiters.get(resource, 0)
         if count == 0:
             self._since[resource] = now
@@ -34,16 +35,16 @@ class AttemptTimes:
         """True while the attempt waits for any resource."""
         return any(self._waiters.values())
 
-    def is_waiting_for(self, resource: str) -> bool:
-        return self._waiters.get(resource, 0) > 0
-
     def end_stage(self, stage: Stage, seconds: float, paused: float) -> None:
         """Add a stage that took `seconds`, during which its clock was stopped for `paused` seconds."""
         self._stages[stage] = seconds
         self._paused += paused
 
-    def build_timing(self, queued: float, now: float) -> Timing:
-        """Return the attempt's times until `now`. The attempt waited `queued` seconds for a runner process."""
+    def build_timing(self, queued: float, now: float, model: float) -> Timing:
+        """Return the attempt's times until `now`.
+
+        The attempt waited `queued` seconds for a runner process, and `model` seconds for model calls.
+        """
         stages = self._stages
         waited = dict(self._waited)
         for resource, count in self._waiters.items():
@@ -55,7 +56,7 @@ class AttemptTimes:
             run=stages.get("run", 0.0),
             score=stages.get("score", 0.0),
             teardown=stages.get("teardown", 0.0),
-            model=waited.get("model", 0.0),
+            model=model,
             sandbox=waited.get("sandbox", 0.0),
             paused=self._paused,
         )

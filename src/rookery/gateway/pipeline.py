@@ -18,14 +18,14 @@ Guarantees:
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from rookery.core import Extra
+from rookery.core import Extra, Finish, Message
 from rookery.gateway.chat_renderers.protocol import RenderError
 from rookery.gateway.chat_renderers.tool_prompt import dropped_tools_message
-from rookery.gateway.reply_reader import PROMPT_TAIL, PartialReply, ReplyReader
+from rookery.gateway.reply_reader import PROMPT_TAIL, PartialReply, StreamedReply, read_reply
 from rookery.trajectories import HistoryMatch
 from rookery.trajectories.alternatives import pack_alternatives
 from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDelta
@@ -60,7 +60,6 @@ async def run_turn(
     has_budget = limits.tokens is not None or limits.context is not None
     if has_budget and role.name == "policy" and not role.sub_call:
         sampling = session.apply_budgets(sampling, len(prompt) // 4)
-    reader = ReplyReader(role, request, prompt, on_delta, over_http=bool(key))
     upstream_request = msgspec.structs.replace(
         request,
         model=role.model,
@@ -78,93 +77,105 @@ async def run_turn(
         stop_ids=role.rendering.renderer.stop_token_ids if prompt and role.rendering is not None else (),
         memo=session.prompt_caches[role.name],
     )
-    started, at = time.time(), time.monotonic()
+    stream = StreamedReply(role, request, prompt, on_delta) if on_delta is not None else None
+    turn = _OpenTurn(session, role, request, match, prompt, added, key, time.time(), time.monotonic())
     try:
-        timeout = limits.model_call or MODEL_CALL_SECONDS
         reply = await role.upstream.complete(
-            upstream_request, timeout=timeout, on_delta=reader.on_delta, on_wait=session.on_wait
+            upstream_request,
+            timeout=limits.model_call or MODEL_CALL_SECONDS,
+            on_delta=stream.add if stream is not None else None,
+            on_wait=session.on_wait,
         )
-        message, finish = await reader.read(reply)
+        message, finish = await read_reply(role, request, prompt, reply, stream, over_http=bool(key))
     except BaseException:
-        reason = disconnect() if disconnect is not None and not session.closed else None
-        # Without token IDs each delta counts as one token: too rough for what a stalled client left unread.
-        if reason == "closed" or (reason == "stalled" and reader.received.sampled):
-            facts: dict[str, Any] = {
-                "started": started,
-                "seconds": time.monotonic() - at,
-                "queued": 0.0,
-                "key": key,
-            }
-            facts["tools"] = request.tools.schemas
-            _record_partial(session, role, match, reader.received, prompt, added, facts)
+        if stream is not None and disconnect is not None and not session.closed:
+            turn.record_partial(stream.received, disconnect())
         raise
-    if role.record == "plain":  # also if the inference engine returns token IDs without being asked
-        prompt, reply = b"", _without_tokens(msgspec.structs.replace(reply, prompt=b""))
-    elif reply.sampled and not (reply.prompt or prompt):
-        session.promptless += 1
-        reply = _without_tokens(reply)
-    prompt_tokens = reply.prompt_tokens or len(upstream_request.tokens) // 4
-    turn = session.recorder.record(
-        match,
-        prompt=(reply.prompt or prompt) if added is None else None,
-        appended=added,
-        tools=request.tools.schemas,
-        response=message,
-        sampled=reply.sampled,
-        logprobs=reply.logprobs,
-        version=reply.version,
-        spans=reply.spans,
-        finish=finish,
-        prompt_tokens=prompt_tokens,
-        sampled_tokens=reply.sampled_tokens,
-        started=started,
-        seconds=time.monotonic() - at,
-        queued=reply.queued,
-        upstream=reply.replica,
-        extras=_with_alternatives(role, reply),
-        key=key,
-    )
-    session.count(turn)
-    return msgspec.structs.replace(
-        reply,
-        message=message,
-        finish=finish,
-        prompt=reply.prompt or prompt,
-        prompt_tokens=prompt_tokens,
-        recorded_turn=turn,
-        decode_tokens=role.rendering.renderer.token_bytes if role.rendering is not None else None,
-    )
+    return turn.record(reply, message, finish)
 
 
-def _record_partial(
-    session: "Session",
-    role: "ModelRole",
-    match: HistoryMatch,
-    received: PartialReply,
-    prompt: bytes,
-    added: bytes | None,
-    facts: dict[str, Any],
-) -> None:
-    """Record the received part of a reply whose client closed the stream as a partial turn.
+class _OpenTurn(msgspec.Struct, frozen=True):
+    """A turn whose reply is being sampled, and is recorded when the call ends."""
 
-    Does nothing if no token was received.
-    """
-    if not received.tokens:
-        return
-    prompt = prompt or received.prompt
-    with_tokens = role.record != "plain" and bool(prompt)
-    fields = received.turn_fields(with_tokens=with_tokens)
-    if role.top_logprobs and fields["sampled"]:
-        fields["extras"] = pack_alternatives((), len(fields["sampled"]) // 4, role.top_logprobs)
-    turn = session.recorder.record(
-        match,
-        prompt=(prompt if with_tokens else b"") if added is None else None,
-        appended=added,
-        prompt_tokens=len(prompt) // 4,
-        **fields,
-        **facts,
-    )
-    session.count(turn)
+    session: "Session"
+    role: "ModelRole"
+    request: ModelRequest
+    match: HistoryMatch
+    prompt: bytes
+    """The token IDs of the prompt; empty if they are not known before the reply."""
+    added: bytes | None
+    """The part of the prompt after the tokens of the turn that it extends; None if it was rendered as a whole."""
+    key: str
+    started: float
+    started_monotonic: float
+
+    def record(self, reply: ModelReply, message: Message, finish: Finish) -> ModelReply:
+        """Record the turn with its complete reply. Return the reply as the caller gets it."""
+        session, role, prompt = self.session, self.role, self.prompt
+        prompt_tokens = reply.prompt_tokens or len(prompt) // 4
+        if role.record == "plain":  # also if the inference engine returns token IDs without being asked
+            prompt, reply = b"", _without_tokens(msgspec.structs.replace(reply, prompt=b""))
+        elif reply.sampled and not (reply.prompt or prompt):
+            session.promptless += 1
+            reply = _without_tokens(reply)
+        turn = session.recorder.record(
+            self.match,
+            prompt=(reply.prompt or prompt) if self.added is None else None,
+            appended=self.added,
+            tools=self.request.tools.schemas,
+            response=message,
+            sampled=reply.sampled,
+            logprobs=reply.logprobs,
+            version=reply.version,
+            spans=reply.spans,
+            finish=finish,
+            prompt_tokens=prompt_tokens,
+            sampled_tokens=reply.sampled_tokens,
+            started=self.started,
+            seconds=time.monotonic() - self.started_monotonic,
+            queued=reply.queued,
+            upstream=reply.replica,
+            extras=_with_alternatives(role, reply),
+            key=self.key,
+        )
+        session.count(turn)
+        return msgspec.structs.replace(
+            reply,
+            message=message,
+            finish=finish,
+            prompt=reply.prompt or prompt,
+            prompt_tokens=prompt_tokens,
+            recorded_turn=turn,
+            decode_tokens=role.rendering.renderer.token_bytes if role.rendering is not None else None,
+        )
+
+    def record_partial(self, received: PartialReply, disconnect: "Disconnect | None") -> None:
+        """Record the received part of a reply as a partial turn, if its client has ended the stream.
+
+        Does nothing if no token was received.
+        """
+        # Without token IDs each delta counts as one token: too rough for what a stalled client left unread.
+        ended = disconnect == "closed" or (disconnect == "stalled" and received.sampled > 0)
+        if not ended or not received.tokens:
+            return
+        prompt = self.prompt or received.prompt
+        with_tokens = self.role.record != "plain" and bool(prompt)
+        fields = received.turn_fields(with_tokens=with_tokens)
+        if self.role.top_logprobs and fields["sampled"]:
+            fields["extras"] = pack_alternatives((), len(fields["sampled"]) // 4, self.role.top_logprobs)
+        turn = self.session.recorder.record(
+            self.match,
+            prompt=(prompt if with_tokens else b"") if self.added is None else None,
+            appended=self.added,
+            tools=self.request.tools.schemas,
+            prompt_tokens=len(prompt) // 4,
+            started=self.started,
+            seconds=time.monotonic() - self.started_monotonic,
+            queued=0.0,
+            key=self.key,
+            **fields,
+        )
+        self.session.count(turn)
 
 
 def _with_alternatives(role: "ModelRole", reply: ModelReply) -> dict[str, Extra]:

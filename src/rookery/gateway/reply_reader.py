@@ -23,7 +23,8 @@ from rookery.trajectories import CutPoint
 from rookery.upstreams.protocol import CallDelta, Delta, ModelReply, ModelRequest, OnDelta
 
 if TYPE_CHECKING:
-    from rookery.gateway.chat_renderers.protocol import ChatRenderer
+    from rookery.gateway.chat_renderers.protocol import ChatRenderer, ReplyParser
+    from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
     from rookery.gateway.session import ModelRole
 
 PROMPT_TAIL = 256
@@ -31,116 +32,123 @@ PROMPT_TAIL = 256
 it."""
 
 
-class ReplyReader:
-    """Converts one reply of the upstream to a message, delta by delta if the caller streams it.
+class StreamedReply:
+    """Converts the deltas of one streamed reply, and passes each one to the caller.
 
     If the gateway renders prompts itself, it also parses the sampled tokens into text, reasoning and tool calls.
     """
 
-    def __init__(
-        self, role: "ModelRole", request: ModelRequest, prompt: bytes, on_delta: OnDelta | None, *, over_http: bool
-    ) -> None:
-        self._rendering = role.rendering if prompt and not request.tokens else None
-        self._prompt_tail = prompt[-4 * PROMPT_TAIL :]
-        self._prompt_length = len(prompt) // 4
-        self._tools = request.tools.schemas
-        self._on_delta = on_delta
-        has_stops = request.sampling.stop and role.rendering is not None
-        self._stops = StopStringFilter(request.sampling.stop) if has_stops else None
-        self._decoder = (
-            _TextDecoder(role.rendering.renderer) if request.tokens and role.rendering is not None else None
-        )
-        self._upstream = role.upstream
-        self._calls = ToolCallBuffer()
-        self._over_http = over_http
-        self._parser = None
+    def __init__(self, role: "ModelRole", request: ModelRequest, prompt: bytes, on_delta: OnDelta) -> None:
+        rendering, stops = role.rendering, request.sampling.stop
+        self.stops = StopStringFilter(stops) if stops and rendering is not None else None
+        self.parser: ReplyParser | None = None
+        """Parses the reply to a prompt that the gateway rendered; otherwise None."""
+        self.decoder: TextDecoder | None = None
+        """Decodes the reply to a prompt of token IDs that the caller passed; otherwise None."""
+        if rendering is not None and request.tokens:
+            self.decoder = TextDecoder(rendering.renderer)
+        elif rendering is not None and prompt:
+            self.parser = rendering.renderer.new_reply_parser(
+                prompt[-4 * PROMPT_TAIL :], request.tools.schemas, prompt_length=len(prompt) // 4
+            )
+        self.calls = ToolCallBuffer()
         self.received = PartialReply()
-        self.on_delta: OnDelta | None = None
-        """Callback to pass to the upstream, which calls it with each delta; None if the caller does not stream."""
-        if on_delta is not None:
-            self.on_delta = self._process_delta
-            if self._rendering is not None:
-                self._parser = self._rendering.renderer.new_reply_parser(
-                    self._prompt_tail, self._tools, prompt_length=self._prompt_length
-                )
+        self.send = on_delta
+        self._upstream = role.upstream
 
-    async def _process_delta(self, delta: Delta) -> None:
-        assert self._on_delta is not None
-        if self._parser is not None:
-            parsed = self._parser.feed(delta.sampled, delta.logprobs)
+    async def add(self, delta: Delta) -> None:
+        """Process the next delta of the upstream, and pass on what the caller can get now."""
+        if self.parser is not None:
+            parsed = self.parser.feed(delta.sampled, delta.logprobs)
             delta = msgspec.structs.replace(
                 delta,
                 content=self._apply_stops(parsed.content),
                 reasoning=parsed.reasoning,
                 tool_calls=parsed.tool_calls,
             )
-        elif self._decoder is not None:
-            text = self._apply_stops(self._decoder.feed(delta.sampled))
+        elif self.decoder is not None:
+            text = self._apply_stops(self.decoder.feed(delta.sampled))
             delta = msgspec.structs.replace(delta, content=text, reasoning="", tool_calls=())
         if delta.tool_calls:
-            delta = msgspec.structs.replace(delta, tool_calls=self._calls.feed(delta.tool_calls))
+            delta = msgspec.structs.replace(delta, tool_calls=self.calls.feed(delta.tool_calls))
         self.received.add(delta, self._upstream.version)
-        await self._on_delta(delta)
+        await self.send(delta)
 
     def _apply_stops(self, text: str) -> str:
-        return text if self._stops is None else self._stops.feed(text)
+        return text if self.stops is None else self.stops.feed(text)
 
-    async def read(self, reply: ModelReply) -> tuple[Message, Finish]:
-        """Return the message of a complete reply and its finish reason.
 
-        First sends the text and tool calls of a stream that were held back. Raises `UpstreamError` if the
-        inference engine aborted the reply.
-        """
-        message, finish = await self._parse(reply)
-        if self._over_http:  # an environment sees the finish reason, and decides for itself
-            message = drop_incomplete_call(message, finish)
-        if self._on_delta is not None and (calls := self._calls.flush(message.tool_calls)):
-            await self._on_delta(Delta(tool_calls=calls))
-        return message, finish
+async def read_reply(
+    role: "ModelRole",
+    request: ModelRequest,
+    prompt: bytes,
+    reply: ModelReply,
+    stream: StreamedReply | None,
+    *,
+    over_http: bool,
+) -> tuple[Message, Finish]:
+    """Return the message of a complete reply and its finish reason.
 
-    async def _parse(self, reply: ModelReply) -> tuple[Message, Finish]:
-        rendering, message, finish = self._rendering, reply.message, reply.finish
-        if finish == "abort":
-            raise UpstreamError(
-                f"the inference engine at {reply.replica} aborted the reply", cause="upstream.error"
-            )
-        if self._decoder is not None and reply.sampled:
-            return await self._parse_text(self._decoder, reply), finish
-        if rendering is None:
-            return message, finish
-        if self._parser is not None:
-            last, message = await rendering.finish(self._parser, len(reply.sampled) // 4)
-            if self._stops is not None:
-                last = msgspec.structs.replace(last, content=self._stops.finish(last.content))
-            if last.content or last.reasoning:
-                assert self._on_delta is not None
-                await self._on_delta(msgspec.structs.replace(last, tool_calls=()))
-        else:
-            message = await rendering.parse(
-                self._prompt_tail, reply.sampled, self._tools, prompt_length=self._prompt_length
-            )
-        if self._stops is not None:
-            message = self._stops.cut(message)
+    If the reply was streamed, first sends the text and tool calls that `stream` held back. `prompt` are the token
+    IDs of the prompt if they are known. Raises `UpstreamError` if the inference engine aborted the reply.
+    """
+    message, finish = reply.message, reply.finish
+    if finish == "abort":
+        raise UpstreamError(f"the inference engine at {reply.replica} aborted the reply", cause="upstream.error")
+    rendering = role.rendering
+    if rendering is not None and request.tokens:
+        if reply.sampled:
+            message = await _read_text(rendering.renderer, request, reply, stream)
+    elif rendering is not None and prompt:
+        message = await _parse(rendering, request, prompt, reply, stream)
         if message.tool_calls and finish == "stop":
             finish = "tool_calls"
-        return message, finish
-
-    async def _parse_text(self, decoder: "_TextDecoder", reply: ModelReply) -> Message:
-        """Return the reply to a prompt of token IDs.
-
-        It is plain text: tool calls and reasoning in it are not parsed.
-        """
-        if self._on_delta is None:
-            message = Message("assistant", decoder.decode(reply.sampled))
-        else:
-            last = decoder.finish() if self._stops is None else self._stops.finish(decoder.finish())
-            if last:
-                await self._on_delta(Delta(content=last))
-            message = Message("assistant", _TextDecoder(decoder.renderer).decode(reply.sampled))
-        return message if self._stops is None else self._stops.cut(message)
+    if over_http:  # an environment sees the finish reason, and decides for itself
+        message = drop_incomplete_call(message, finish)
+    if stream is not None and (calls := stream.calls.flush(message.tool_calls)):
+        await stream.send(Delta(tool_calls=calls))
+    return message, finish
 
 
-class _TextDecoder:
+async def _parse(
+    rendering: "ThreadedRenderer",
+    request: ModelRequest,
+    prompt: bytes,
+    reply: ModelReply,
+    stream: StreamedReply | None,
+) -> Message:
+    """Parse the sampled tokens of a reply to a prompt that the gateway rendered."""
+    if stream is not None and stream.parser is not None:
+        last, message = await rendering.finish(stream.parser, len(reply.sampled) // 4)
+        if stream.stops is not None:
+            last = msgspec.structs.replace(last, content=stream.stops.finish(last.content))
+        if last.content or last.reasoning:
+            await stream.send(msgspec.structs.replace(last, tool_calls=()))
+    else:
+        message = await rendering.parse(
+            prompt[-4 * PROMPT_TAIL :], reply.sampled, request.tools.schemas, prompt_length=len(prompt) // 4
+        )
+    return StopStringFilter(request.sampling.stop).cut(message) if request.sampling.stop else message
+
+
+async def _read_text(
+    renderer: "ChatRenderer", request: ModelRequest, reply: ModelReply, stream: StreamedReply | None
+) -> Message:
+    """Return the reply to a prompt of token IDs.
+
+    It is plain text: tool calls and reasoning in it are not parsed.
+    """
+    if stream is not None and stream.decoder is not None:
+        last = stream.decoder.finish()
+        if stream.stops is not None:
+            last = stream.stops.finish(last)
+        if last:
+            await stream.send(Delta(content=last))
+    message = Message("assistant", TextDecoder(renderer).decode(reply.sampled))
+    return StopStringFilter(request.sampling.stop).cut(message) if request.sampling.stop else message
+
+
+class TextDecoder:
     """Decodes sampled token IDs to text incrementally, leaving out the stop tokens."""
 
     def __init__(self, renderer: "ChatRenderer") -> None:

@@ -4,6 +4,7 @@ Runs in runners for calls made in Python, and in gateway shards for HTTP calls.
 """
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -99,7 +100,11 @@ class WaitObserver(Protocol):
         ...
 
     def waiting(self, on: str, step: int) -> None:
-        """Called when the attempt begins (`step` 1) or ends (`step` -1) to wait for `on`, such as `model`."""
+        """Called when the attempt begins (`step` 1) or ends (`step` -1) to wait for `on`: `tool` or `sandbox`."""
+        ...
+
+    def calls_ended(self) -> None:
+        """Called when a model call has ended and no other one is in flight."""
         ...
 
 
@@ -143,6 +148,9 @@ class Session:
         self.recorder = recorder
         self.watch = watch
         self._calls: set[asyncio.Task[Any]] = set()
+        """The tasks whose model calls are in flight."""
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
         self._policy_calls = 0
         """Number of policy calls in flight, without sub-calls. They count against the budget of turns."""
         self._seed = seed
@@ -214,8 +222,13 @@ class Session:
 
     @property
     def in_flight(self) -> int:
-        """Number of model calls in flight."""
+        """Number of tasks with model calls in flight."""
         return len(self._calls)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds so far in which at least one model call was in flight."""
+        return self._busy_seconds + (time.monotonic() - self._busy_since if self._calls else 0.0)
 
     def close(self) -> None:
         """Reject further model calls, and cancel those in flight except one made by the current task."""
@@ -290,10 +303,11 @@ class Session:
             raise self.truncate("turns", f"all {limit} turns of the rollout's budget are used")
         task = asyncio.current_task()
         assert task is not None
+        if not self._calls:
+            self._busy_since = time.monotonic()
         nested = task in self._calls
         self._calls.add(task)
         self._policy_calls += policy
-        self.watch.waiting("model", 1)
         try:
             span = None
             if tracing.active is not None:
@@ -315,9 +329,11 @@ class Session:
             raise
         finally:
             self._policy_calls -= policy
-            self.watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)
+                if not self._calls:
+                    self._busy_seconds += time.monotonic() - self._busy_since
+                    self.watch.calls_ended()
         self.sub_call_turns += role.sub_call and role.name == "policy"
         length, context = reply.prompt_tokens + reply.sampled_tokens, self.limits.context
         if policy and context is not None and length > context:

@@ -134,6 +134,9 @@ class SessionEntry:
     def waiting(self, on: str, step: int) -> None:
         """Do nothing (method of `WaitObserver`): a shard does not report what its sessions wait for."""
 
+    def calls_ended(self) -> None:
+        """Do nothing (method of `WaitObserver`): the check for hanging servers ends by itself."""
+
     def credit(self, total_seconds: float) -> None:
         """Do nothing: a shard measures waiting times itself.
 

@@ -88,6 +88,8 @@ log = logging.getLogger("rookery.upstreams")
 
 SIZE_SECONDS: Final = 10.0
 T = TypeVar("T")
+_UNFINISHED: Final = ("upstream.timeout", "upstream.cut", "upstream.hung")
+"""Causes of failures after which the inference engine may still be working on the call."""
 _SIGNS: Final[dict[str, Sign]] = {"connect": "gone", "dropped": "gone", "gateway": "gone", "error": "failing"}
 
 
@@ -99,17 +101,41 @@ class _Resend(Exception):  # noqa: N818  (control flow: never leaves this module
         self.omit = omit
 
 
-class _Encoded(NamedTuple):
-    """A request as it is sent to one endpoint."""
+class _Call(msgspec.Struct, eq=False):
+    """One model call, with its state over all tries."""
 
-    format: Format
     request: ModelRequest
     """The caller's request with the model, the seed and the ID filled in."""
-    options: WireOptions
-    body: bytes
-    """The JSON of the request, in `format`."""
-    chose_seed: bool
+    timeout: float
+    on_delta: OnDelta | None
+    on_wait: OnWait | None
+    omit: frozenset[str]
+    """Rejected fields and, with a leading slash, paths of endpoints that the server lacks."""
+    id: str
+    """The ID of the first try; empty if the request has none."""
+    chose_seed: bool = False
     """True if the seed is not the caller's."""
+    queued: float = 0.0
+    """Seconds spent waiting for the concurrency gate."""
+    elapsed: float = 0.0
+    """Seconds of the tries and of the delays between them."""
+    failures: int = 0
+    dropped: int = 0
+    """Number of failures after which a call is retried only once."""
+    avoid: Replica | None = None
+    """The replica at which the last try failed."""
+    resend_to: Replica | None = None
+    """The replica that gets the call again, without what it rejected."""
+
+
+class _Sent(NamedTuple):
+    """One try of a call: what was sent to which replica."""
+
+    replica: Replica
+    format: Format
+    options: WireOptions
+    sink: DeltaSink | None
+    """Receives the bytes of a streamed reply; None if the reply is not streamed."""
 
 
 class HttpUpstream:
@@ -133,6 +159,12 @@ class HttpUpstream:
     """Request fields that users may not set in `sampling.extra`, because Rookery sets them itself."""
     needs_ids: ClassVar[bool] = False
     """If True, every call is sent with an ID, so that it can be aborted by that ID."""
+    message_format: ClassVar[Format]
+    """The format of calls with messages."""
+    token_format: ClassVar[Format | None] = None
+    """The format of calls with token IDs. None if this kind of server does not accept token IDs."""
+    fallback_format: ClassVar[Format | None] = None
+    """The format of calls with token IDs to servers that lack or disable the endpoint of `token_format`."""
 
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:
         if not config.urls:
@@ -153,12 +185,15 @@ class HttpUpstream:
             for replica in replicas:
                 replica.refresh_at = 0.0
         self.name = config.kind
-        self.accepts_tokens = True
+        self.accepts_tokens = self.token_format is not None
         self.accepts_raw_json = True
         self.version = 0
         """The policy version recorded for replies in which the server reports none."""
         self.backoff = Backoff(retries=config.retries)
         self._rejected_fields: frozenset[str] = frozenset()
+        self._only_replica = replicas[0] if len(replicas) == 1 else None
+        self._fills_in = config.seeded or self.needs_ids
+        """True if every request may lack something that this upstream fills in."""
         self._turn = 0
         self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
         """Calls that wait for a retry: `ModelRequest.affinity`, replica, last error, and when the call began."""
@@ -166,17 +201,6 @@ class HttpUpstream:
         self.maintenance = ReplicaMaintenance(self.health_path, self.hangs, self.size, share)
 
     # ---- differs between kinds of engines
-
-    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:
-        """Return the format of the endpoint to use for this call at this replica.
-
-        `omit` holds rejected fields and, with a leading slash, paths of endpoints that the server lacks.
-        """
-        raise NotImplementedError
-
-    def is_optional(self, endpoint: Format) -> bool:  # noqa: ARG002  (a kind may override it)
-        """Return True if calls can use another endpoint at servers that lack or disable this one."""
-        return False
 
     async def size(self, replica: Replica) -> int | None:  # noqa: ARG002  (a kind may override it)
         """Query how many calls the inference engine processes at once. Return None if it does not report that.
@@ -225,163 +249,160 @@ class HttpUpstream:
         `timeout` covers all tries and the delays between them, but not waiting for the concurrency gate.
         """
         loop = asyncio.get_running_loop()
-        call_id, omit = request.id, self._rejected_fields
-        encoded: _Encoded | None = None
-        queued = elapsed = 0.0
-        attempt = dropped = 0
-        avoid: Replica | None = None
-        resend_to: Replica | None = None
+        call = _Call(request, timeout, on_delta, on_wait, self._rejected_fields, request.id)
+        if self._fills_in or request.sampling.extra or not request.model:
+            self._fill_in(call)
         while True:
-            only = self.replicas[0] if len(self.replicas) == 1 else None
-            replica = resend_to or only or self._choose(request, avoid, loop.time())
-            if encoded is None or len(self.replicas) > 1:
-                encoded = self._encode(replica, request, omit, encoded, stream=on_delta is not None)
+            replica = call.resend_to or self._only_replica or self._choose(request, call.avoid, loop.time())
             replica.load += 1
             try:
-                if not replica.gate.acquire_nowait():
-                    queued += await replica.gate.acquire(on_wait)
-                started = loop.time()
-                try:
-                    reply = await self._send(replica, encoded, timeout - elapsed, queued, on_delta)
-                finally:
-                    replica.gate.release()
-                    elapsed += loop.time() - started
-                replica.longest_call = max(replica.longest_call, loop.time() - started)
-                self._note_success(replica, omit, started)
-                return reply  # noqa: TRY300
+                return await self._try(call, replica)
             except _Resend as resend:
-                omit, encoded, resend_to = resend.omit, None, replica
+                self._omit(call, resend.omit)
+                call.resend_to = replica
                 continue
             except CallbackError as raised:
                 raise raised.error from raised.error.__cause__
             except Failure as failure:
-                self._note_failure(replica, failure, loop.time())
-                delay = self.backoff.delay(
-                    failure.kind,
-                    attempt=attempt,
-                    elapsed=elapsed,
-                    deadline=timeout,
-                    draw=random.random(),  # noqa: S311  (jitter)
-                    dropped=dropped,
-                    elsewhere=self._has_other(replica, failure.kind),
-                    retry_after=failure.retry_after,
-                )
+                delay = self._plan_retry(call, replica, failure)
                 if delay is None:
                     raise failure.error from failure.__cause__
-                log.debug("%s; retrying in %.2f s", failure.error, delay)
-                error = failure.error
-                attempt += 1
-                dropped += failure.kind in ("dropped", "error")
-                avoid, resend_to, encoded = replica, None, None
-                omit = frozenset(name for name in omit if not name.startswith("/"))  # another server may have it
-                if call_id:  # the inference engine may still know the last ID
-                    request = msgspec.structs.replace(request, id=f"{call_id}.{attempt}")
+                waiting = (request.affinity, replica, failure.error, loop.time() - call.elapsed)
             finally:
                 replica.load -= 1
-            waiting = (request.affinity, replica, error, loop.time() - elapsed)
             self._between_tries.append(waiting)
             try:
                 await asyncio.sleep(delay)
             finally:
                 self._between_tries.remove(waiting)
-            elapsed += delay
+            call.elapsed += delay
 
-    async def _send(
-        self,
-        replica: Replica,
-        encoded: _Encoded,
-        seconds: float,
-        queued: float,
-        on_delta: OnDelta | None,
-    ) -> ModelReply:
-        """Send an encoded request to one replica and return the parsed reply.
+    async def _try(self, call: _Call, replica: Replica) -> ModelReply:
+        """Send a call to one replica when its concurrency gate admits the call, and return the parsed reply.
 
-        `seconds` is the time limit. `queued` is how many seconds the request has waited for a free slot of a
-        replica; the reply records it. `on_delta` receives the parts of the reply as they arrive, or the whole
-        reply at the end if it is not streamed.
+        Raises `Failure`, or `_Resend` if the call can be sent again without what the server rejected.
         """
-        endpoint, request, options, body, _ = encoded
-        version = self.version  # of the weights with which the reply begins
-        now = asyncio.get_running_loop().time()
-        call = CallProgress(replica, request.affinity, now, now, now, options.stream)
-        sink: DeltaSink | None = None
-        if options.stream:
-            assert on_delta is not None
-            sink = DeltaSink(endpoint.stream_parser(request), on_delta)
-        if self.hangs.watcher is None:
-            self.hangs.watch(self.replicas)
+        request, loop = call.request, asyncio.get_running_loop()
+        endpoint = self.token_format if request.tokens else self.message_format
+        if endpoint is None or bool(request.messages) == bool(request.tokens):
+            what = "a call needs either messages or, if the server accepts them, token IDs"
+            raise UpstreamError(what, cause="upstream.rejected")
+        if self.fallback_format is not None and (endpoint.path in replica.lacks or endpoint.path in call.omit):
+            endpoint = self.fallback_format
+        on_delta = call.on_delta
+        stream = on_delta is not None and endpoint.streams(request)
+        options = WireOptions(stream, call.omit, self.config.resend_reasoning)
         try:
-            answer = await replica.exchange(endpoint.path, body, seconds=seconds, call=call, sink=sink)
-            if sink is not None and not answer.body and answer.status == 200:
-                if missing := sink.parser.ended():
-                    kind: Kind = "final" if sink.delivered else "dropped"
-                    raise Failure(kind, replica.error("upstream.cut", missing))
-                return sink.parser.reply(About(answer.version(version), queued, replica.name))
-            if not 200 <= answer.status < 300:
-                raise self._refusal(replica, encoded, answer)
-            about = About(answer.version(version), queued, replica.name)
-            reply = endpoint.decode(answer.body, request, about)
-        except (asyncio.CancelledError, CallbackError):
-            self._abandon(replica, request)
-            raise
-        except Failure as failure:
-            if failure.error.code in ("upstream.timeout", "upstream.cut", "upstream.hung"):
-                self._abandon(replica, request)
-            raise
+            body = endpoint.encode(request, options)
+        except (UsageError, TypeError, ValueError, RecursionError) as error:
+            raise _encoding_error(error) from error
+        sink = DeltaSink(endpoint.stream_parser(request), on_delta) if stream and on_delta is not None else None
+        sent = _Sent(replica, endpoint, options, sink)
+        if not replica.gate.acquire_nowait():
+            call.queued += await replica.gate.acquire(call.on_wait)
+        started, version = loop.time(), self.version  # of the weights with which the reply begins
+        try:
+            if self.hangs.watcher is None:
+                self.hangs.watch(self.replicas)
+            progress = CallProgress(replica, request.affinity, started, started, started, stream)
+            seconds = call.timeout - call.elapsed
+            answer = await replica.exchange(endpoint.path, body, seconds=seconds, call=progress, sink=sink)
+            reply = self._read_reply(call, sent, answer, version)
+        except ErrorReply as raised:
+            answer = RawResponse(raised.error.status, {}, raised.data)
+            raise self._refusal(call, sent, answer) from None
         except ReplyFormatError as error:
             self._abandon(replica, request)
             raise Failure("final", replica.error("upstream.protocol", str(error))) from error
-        except ErrorReply as raised:
-            answer = RawResponse(raised.error.status, {}, raised.data)
-            delivered = sink is not None and sink.delivered
-            raise self._refusal(replica, encoded, answer, delivered=delivered) from None
-        if on_delta is not None:
+        except (asyncio.CancelledError, CallbackError, Failure) as error:
+            if not isinstance(error, Failure) or error.error.code in _UNFINISHED:
+                self._abandon(replica, request)
+            raise
+        finally:
+            replica.gate.release()
+            call.elapsed += loop.time() - started
+        self._note_success(replica, call.omit, started)
+        if on_delta is not None and (sink is None or answer.body):
             await on_delta(delta_from_reply(reply))
         return reply
 
-    def _refusal(
-        self,
-        replica: Replica,
-        encoded: _Encoded,
-        answer: RawResponse,
-        *,
-        delivered: bool = False,
-    ) -> Exception:
+    def _read_reply(self, call: _Call, sent: _Sent, answer: RawResponse, version: int) -> ModelReply:
+        """Parse the response to a call. `version` is the policy version to use if the response has none.
+
+        Raises `Failure`, `_Resend`, `Truncation`, `ErrorReply` or `ReplyFormatError` if it is not a complete
+        reply.
+        """
+        about = About(answer.version(version), call.queued, sent.replica.name)
+        if sent.sink is not None and not answer.body and answer.status == 200:
+            if missing := sent.sink.parser.ended():
+                kind: Kind = "final" if sent.sink.delivered else "dropped"
+                raise Failure(kind, sent.replica.error("upstream.cut", missing))
+            return sent.sink.parser.reply(about)
+        if not 200 <= answer.status < 300:
+            raise self._refusal(call, sent, answer)
+        return sent.format.decode(answer.body, call.request, about)
+
+    def _refusal(self, call: _Call, sent: _Sent, answer: RawResponse) -> Exception:
         """Return the exception to raise for a response that is not a success.
 
         This is a `Failure`, a `Truncation` if the context is full, or `_Resend` if the call can be sent again
-        without what the server rejected. `delivered` is True if the caller has received a part of the reply.
+        without what the server rejected.
         """
-        endpoint, request, options, _, chose_seed = encoded
+        replica, endpoint, options, sink = sent
         failure, server_error = replica.refusal(answer)
-        if delivered:
+        if sink is not None and sink.delivered:
             failure.kind = "final"
             return failure
-        omit = options.omit
-        if answer.status in (*MISSING, 403) and self.is_optional(endpoint):
-            return _Resend(omit | {endpoint.path})
+        if answer.status in (*MISSING, 403) and endpoint is self.token_format and self.fallback_format is not None:
+            return _Resend(call.omit | {endpoint.path})
         if answer.status in (400, 413, 422):
-            sampling = request.sampling
+            request, sampling = call.request, call.request.sampling
             if is_context_full(server_error, sampling.max_tokens):
                 return Truncation("context", replica.scrub(f"{replica.name}: {server_error.text}"))
-            sent = {"max_tokens"} if sampling.max_tokens is not None else set()
+            fields = {"max_tokens"} if sampling.max_tokens is not None else set()
             if request.want_tokens:
-                sent |= {"return_token_ids", "logprobs"}
+                fields |= {"return_token_ids", "logprobs"}
             if options.stream:
-                sent.add("stream_options")
-            if chose_seed:
-                sent.add("seed")
-            if field := find_refused_field(server_error, answer.body, sent - omit):
-                return _Resend(omit | {field})
+                fields.add("stream_options")
+            if call.chose_seed:
+                fields.add("seed")
+            if field := find_refused_field(server_error, answer.body, fields - call.omit):
+                return _Resend(call.omit | {field})
         return failure
 
-    def _note_success(self, replica: Replica, omit: frozenset[str], now: float) -> None:
+    def _plan_retry(self, call: _Call, replica: Replica, failure: Failure) -> float | None:
+        """Note a failed try, and return the seconds until the next one; None if the call is not retried."""
+        self._note_failure(replica, failure, asyncio.get_running_loop().time())
+        delay = self.backoff.delay(
+            failure.kind,
+            attempt=call.failures,
+            elapsed=call.elapsed,
+            deadline=call.timeout,
+            draw=random.random(),  # noqa: S311  (jitter)
+            dropped=call.dropped,
+            elsewhere=self._has_other(replica, failure.kind),
+            retry_after=failure.retry_after,
+        )
+        if delay is None:
+            return None
+        log.debug("%s; retrying in %.2f s", failure.error, delay)
+        call.failures += 1
+        call.dropped += failure.kind in ("dropped", "error")
+        call.avoid, call.resend_to = replica, None
+        call.omit = frozenset(name for name in call.omit if not name.startswith("/"))  # another server may have it
+        if call.id:  # the inference engine may still know the last ID
+            call.request = msgspec.structs.replace(call.request, id=f"{call.id}.{call.failures}")
+        return delay
+
+    def _note_success(self, replica: Replica, omit: frozenset[str], started: float) -> None:
+        now = asyncio.get_running_loop().time()
+        replica.longest_call = max(replica.longest_call, now - started)
         if omit is not self._rejected_fields:
             self._learn(replica, omit)
         replica.hung = False
         if replica.health.answered():
             log.warning("the replica %s answers again and receives calls", replica.name)
-        if now >= replica.refresh_at:
+        if started >= replica.refresh_at:
             self.maintenance.refresh(replica)
 
     def _learn(self, replica: Replica, without: frozenset[str]) -> None:
@@ -416,48 +437,33 @@ class HttpUpstream:
 
     # ---- requests
 
-    def _encode(
-        self,
-        replica: Replica,
-        request: ModelRequest,
-        omit: frozenset[str],
-        before: _Encoded | None,
-        *,
-        stream: bool,
-    ) -> _Encoded:
-        """Validate a request, fill in its model, seed and ID if they are missing and needed, and encode it.
-
-        Return `before` if the request was encoded for the same endpoint already. Fields in `omit` are left out.
-        """
-        endpoint = self.choose_format(replica, request, omit)
-        if before is not None and before.format is endpoint:
-            return before
-        if bool(request.messages) == bool(request.tokens):
-            raise UpstreamError("a call needs either messages or tokens", cause="upstream.rejected")
-        config, sampling = self.config, request.sampling
+    def _fill_in(self, call: _Call) -> None:
+        """Fill in the request's model, seed and ID if they are missing and needed, and check `sampling.extra`."""
+        config, request, sampling = self.config, call.request, call.request.sampling
         changes: dict[str, Any] = {}
         if not request.model and config.model:
             changes["model"] = config.model
-        chose_seed = config.seeded and sampling.seed is None and request.seed is not None and "seed" not in omit
-        if chose_seed:
-            assert request.seed is not None
+        if config.seeded and sampling.seed is None and request.seed is not None and "seed" not in call.omit:
+            call.chose_seed = True
             # 31 bits, which every server accepts; the upper ones, since the lower ones repeat soonest.
             seed = (request.seed >> 32) & 0x7FFF_FFFF
             changes["sampling"] = msgspec.structs.replace(sampling, seed=seed)
         if self.needs_ids and not request.id:
-            changes["id"] = secrets.token_hex(12)
+            changes["id"] = call.id = secrets.token_hex(12)
         if changes:
-            request = msgspec.structs.replace(request, **changes)
-        options = WireOptions(stream and endpoint.streams(request), omit, config.resend_reasoning)
+            call.request = msgspec.structs.replace(request, **changes)
         try:
-            if sampling.extra:
-                self._check_extra(sampling)
-            return _Encoded(endpoint, request, options, endpoint.encode(request, options), chose_seed)
+            self._check_extra(sampling)
         except UsageError as error:
-            raise UpstreamError(str(error), cause="upstream.rejected") from None
-        except (TypeError, ValueError, RecursionError) as error:
-            what = f"the request cannot be encoded as JSON: {describe(error)}"
-            raise UpstreamError(what, cause="upstream.rejected") from error
+            raise _encoding_error(error) from None
+
+    def _omit(self, call: _Call, omit: frozenset[str]) -> None:
+        """Leave out of a call what its server rejected."""
+        call.omit = omit
+        if call.chose_seed and "seed" in omit:
+            call.chose_seed = False
+            sampling = msgspec.structs.replace(call.request.sampling, seed=None)
+            call.request = msgspec.structs.replace(call.request, sampling=sampling)
 
     def _check_extra(self, sampling: Sampling) -> None:
         if reserved := sorted(self.reserved & sampling.extra.keys()):
@@ -622,6 +628,14 @@ class HttpUpstream:
         if replica.refresh_at == 0.0:
             self.maintenance.refresh(replica)
         return info
+
+
+def _encoding_error(error: Exception) -> UpstreamError:
+    """Return the error for a request that cannot be encoded."""
+    if isinstance(error, UsageError):
+        return UpstreamError(str(error), cause="upstream.rejected")
+    what = f"the request cannot be encoded as JSON: {describe(error)}"
+    return UpstreamError(what, cause="upstream.rejected")
 
 
 def read_key(config: UpstreamConfig, key: str | None = None) -> str | None:

@@ -23,7 +23,6 @@ from rookery.upstreams.error_replies import parse_error, preview
 from rookery.upstreams.format import (
     About,
     ErrorReply,
-    Format,
     ReplyFormatError,
     StreamParser,
     Tops,
@@ -204,6 +203,8 @@ class LlamaCppUpstream(HttpUpstream):
     """Upstream for llama.cpp's `llama-server`."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED | {"n_predict", "n_probs", "return_tokens", "cache_prompt"}
+    message_format = _CHAT
+    token_format = _COMPLETION
     health_path = "/health"
     identity_paths = ("/props",)
 
@@ -212,9 +213,6 @@ class LlamaCppUpstream(HttpUpstream):
             return _decode_properties(body).total_slots > 0
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
-
-    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:  # noqa: ARG002  (all servers are alike)
-        return _COMPLETION if request.tokens else _CHAT
 
     async def size(self, replica: Replica) -> int | None:
         """Query the number of slots, which is how many calls the server processes at once."""

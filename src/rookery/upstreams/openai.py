@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from rookery.upstreams.format import About, Format, StreamParser, WireOptions
+from rookery.upstreams.format import About, StreamParser, WireOptions
 from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.openai_format import RESERVED, decode_reply, encode_request
 from rookery.upstreams.openai_stream import Chunks
 from rookery.upstreams.protocol import ModelReply, ModelRequest
-from rookery.upstreams.replica import Replica
 from rookery.upstreams.structured_output import token_options
 
 __all__ = ["CHAT", "COMPLETIONS", "OpenAIFormat", "OpenAIUpstream"]
@@ -76,6 +75,5 @@ class OpenAIUpstream(HttpUpstream):
     """Upstream for any OpenAI-compatible server."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED
-
-    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:  # noqa: ARG002
-        return COMPLETIONS if request.tokens else CHAT
+    message_format = CHAT
+    token_format = COMPLETIONS

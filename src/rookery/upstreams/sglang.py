@@ -23,7 +23,6 @@ from rookery.upstreams.error_replies import ServerError, error_text, parse_error
 from rookery.upstreams.format import (
     About,
     ErrorReply,
-    Format,
     ReplyFormatError,
     StreamParser,
     Tops,
@@ -356,6 +355,8 @@ class SglangUpstream(HttpUpstream):
         "return_prompt_token_ids",
     }
     needs_ids = True
+    message_format = _CHAT
+    token_format = _GENERATE
     health_path = "/health"
     identity_paths = ("/model_info", "/get_model_info")
     load_metrics = LoadMetrics(
@@ -375,9 +376,6 @@ class SglangUpstream(HttpUpstream):
             return _decode_model(body).is_generation
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
-
-    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:  # noqa: ARG002  (all are equal)
-        return _GENERATE if request.tokens else _CHAT
 
     def abort_request(self, request: ModelRequest) -> tuple[str, bytes] | None:
         return "/abort_request", _encode({"rid": request.id})

@@ -23,7 +23,6 @@ from rookery.upstreams.error_replies import error_text, parse_error, preview
 from rookery.upstreams.format import (
     About,
     ErrorReply,
-    Format,
     ReplyFormatError,
     StreamParser,
     Tops,
@@ -218,6 +217,9 @@ class VllmUpstream(HttpUpstream):
         "include_reasoning",
         "output_kind",
     }
+    message_format = _CHAT
+    token_format = _GENERATE
+    fallback_format = _COMPLETIONS
     health_path = "/health"
     identity_paths = ("/version",)
     load_metrics = LoadMetrics(
@@ -237,15 +239,6 @@ class VllmUpstream(HttpUpstream):
             return msgspec.json.decode(body, type=dict).keys() == {"version"}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
-
-    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:
-        if not request.tokens:
-            return _CHAT
-        path = _GENERATE.path
-        return _COMPLETIONS if path in replica.lacks or path in omit else _GENERATE
-
-    def is_optional(self, endpoint: Format) -> bool:
-        return endpoint is _GENERATE
 
     async def size(self, replica: Replica) -> int | None:
         answer = await replica.exchange("/server_info?config_format=json", None, seconds=SIZE_SECONDS)
