@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -45,14 +45,11 @@ from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.journal.tokens import TokenWriter
 from rookery.telemetry import REGISTRY, catalogue
 from rookery.upstreams import open_upstream
-from rookery.upstreams.pause import PausableUpstream, PauseState
+from rookery.upstreams.pause import PausableUpstream, PauseState, RunnerPause
+from rookery.upstreams.pause.runner import NO_DEADLINE
 from rookery.upstreams.protocol import PauseMode, Upstream, UpstreamConfig
 from rookery.upstreams.reply_cache import with_cache
 from rookery.upstreams.urls import redact
-
-NO_DEADLINE: Final = 10 * 365 * 86_400.0
-"""A time in seconds that never passes. The supervisor enforces the deadline of a pause, so model calls that wait
-in this process for the end of the pause must not fail before it."""
 
 
 class LoadedEnvironment:
@@ -109,8 +106,13 @@ class Executor:
         self.sandboxes = SandboxFactory(settings, environments, send, paused=pause is not None)
         self.background = BackgroundTasks(self._on_failure)
         """Tasks that pause upstreams and close sandboxes. If one fails, an event is sent."""
-        self._pause_number = 0
-        self.paused = pause is not None
+        self.pauses = RunnerPause(
+            self.upstreams,
+            self,
+            paused=pause is not None,
+            run_in_background=self.background.start,
+            confirm=lambda number, problem: self.send(Paused(number, problem)),
+        )
         self._disk_failed = False
         self._missing_tokens_reported = False
         if settings.metrics:
@@ -200,10 +202,10 @@ class Executor:
             case Cancel(attempt, reason):
                 if (running := self.attempts.get(attempt)) is not None:
                     running.cancel(reason)
-            case Pause():
-                self.pause(message)
+            case Pause(number, mode, timeout):
+                self.pauses.pause(number, mode, timeout)
             case Resume(version):
-                self.resume(version)
+                self.pauses.resume(version)
             case PrewarmRequest():
                 self.sandboxes.prewarm(message)
 
@@ -236,47 +238,21 @@ class Executor:
 
     # ---- pause
 
-    def pause(self, pause: Pause) -> None:
-        """Pause the model calls of all roles and stop the clocks of all attempts.
+    @property
+    def paused(self) -> bool:
+        return self.pauses.paused
 
-        Send `Paused` when the upstreams have paused or failed to.
-        """
-        self._pause_number = pause.number
-        if not self.paused:
-            self.paused = True
-            self.sandboxes.pause_prewarming(paused=True)
-            for attempt in self.attempts.values():
-                attempt.hold()
-        self.background.start(self._pause_upstreams(pause))
+    def hold(self) -> None:
+        """Stop the clocks of all attempts, and create no sandboxes in advance, because of a pause."""
+        self.sandboxes.pause_prewarming(paused=True)
+        for attempt in self.attempts.values():
+            attempt.hold()
 
-    async def _pause_upstreams(self, pause: Pause) -> None:
-        problem = ""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for upstream in self.upstreams.values():
-                    group.create_task(upstream.pause(pause.mode, timeout=pause.timeout, deadline=NO_DEADLINE))
-        except* RookeryError as errors:
-            problem = describe(errors.exceptions[0])
-        if self._pause_number == pause.number:
-            self.send(Paused(pause.number, problem))
-
-    def resume(self, version: int | None = None) -> None:
-        """Resume model calls and clocks. `version` is the new policy version, or None if it did not change."""
-        self._pause_number = 0
-        policy = self.upstreams["policy"]
-        if version is not None and not policy.paused:  # now: the next message may already start an attempt
-            policy.version = version
-        self.background.start(self._resume_upstreams(version))
-        if self.paused:
-            self.paused = False
-            self.sandboxes.pause_prewarming(paused=False)
-            for attempt in self.attempts.values():
-                attempt.release()
-
-    async def _resume_upstreams(self, version: int | None) -> None:
-        async with asyncio.TaskGroup() as group:
-            for name, upstream in self.upstreams.items():
-                group.create_task(upstream.resume(version if name == "policy" else None))
+    def release(self) -> None:
+        """Undo `hold`."""
+        self.sandboxes.pause_prewarming(paused=False)
+        for attempt in self.attempts.values():
+            attempt.release()
 
     # ---- shutdown
 

@@ -18,13 +18,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 
 from rookery.core import RookeryError, UsageError
 from rookery.core.errors import describe, unwrap_group
-from rookery.upstreams.pause.upstream import PausableUpstream, PauseState
+from rookery.upstreams.pause.upstream import DeadlineClocks, PausableUpstream, PauseState
 from rookery.upstreams.protocol import PauseMode
 
 log = logging.getLogger("rookery.gateway")
@@ -38,15 +38,6 @@ other shards to reply."""
 Broadcast: TypeAlias = Callable[[Literal["pause", "resume"], float], Awaitable[None]]
 """A function that sends a pause or resume request to the other shards and waits for their replies. Its second
 argument is the timeout in seconds."""
-
-
-class SessionClocks(Protocol):
-    """Interface to the deadline clocks of a shard's sessions: `hold` stops them for a pause, `release` continues
-    them."""
-
-    def hold(self) -> None: ...
-
-    def release(self) -> None: ...
 
 
 class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +101,7 @@ def write_pause_record(path: Path, record: PauseRecord) -> None:
 class ShardPause:
     """Pause and resume the policy's model calls in this shard and, through `broadcast`, in all other shards."""
 
-    def __init__(self, upstream: PausableUpstream, clocks: SessionClocks, path: Path) -> None:
+    def __init__(self, upstream: PausableUpstream, clocks: DeadlineClocks, path: Path) -> None:
         self._upstream = upstream
         self._clocks = clocks
         self._path = path

@@ -35,7 +35,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -79,6 +79,18 @@ class PauseState(msgspec.Struct, frozen=True, kw_only=True):
     """The policy version to record; None keeps the upstream's own version."""
     left: float = 0.0
     """Seconds until the pause's deadline."""
+
+
+class DeadlineClocks(Protocol):
+    """Interface to the clocks that measure deadlines in one process: those of attempts or of gateway sessions."""
+
+    def hold(self) -> None:
+        """Stop the clocks for a pause."""
+        ...
+
+    def release(self) -> None:
+        """Let the clocks continue after a pause."""
+        ...
 
 
 class _Pause:
