@@ -285,8 +285,9 @@ class HttpUpstream:
         request, loop = call.request, asyncio.get_running_loop()
         endpoint = self.token_format if request.tokens else self.message_format
         if endpoint is None or bool(request.messages) == bool(request.tokens):
-            what = "a call needs either messages or, if the server accepts them, token IDs"
-            raise UpstreamError(what, cause="upstream.rejected")
+            raise UpstreamError(
+                "a call needs either messages or, if the server accepts them, token IDs", cause="upstream.rejected"
+            )
         if self.fallback_format is not None and (endpoint.path in replica.lacks or endpoint.path in call.omit):
             endpoint = self.fallback_format
         on_delta = call.on_delta
@@ -634,8 +635,7 @@ def _encoding_error(error: Exception) -> UpstreamError:
     """Return the error for a request that cannot be encoded."""
     if isinstance(error, UsageError):
         return UpstreamError(str(error), cause="upstream.rejected")
-    what = f"the request cannot be encoded as JSON: {describe(error)}"
-    return UpstreamError(what, cause="upstream.rejected")
+    return UpstreamError(f"the request cannot be encoded as JSON: {describe(error)}", cause="upstream.rejected")
 
 
 def read_key(config: UpstreamConfig, key: str | None = None) -> str | None:
