@@ -55,6 +55,13 @@ def test_a_guide_shows_the_entry_point_of_every_kind_of_plugin() -> None:
     assert groups.keys() - shown == set()
 
 
+def test_the_architecture_page_lists_every_entry_point_group() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    listed = re.findall(r"\| `(rookery\.\w+)` \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert {*listed} == {*groups, "rookery.launchers"}  # the built-in launchers are files
+
+
 class OllamaServer:
     """Serves the part of Ollama's API that the example uses, with tool calls."""
 
