@@ -336,10 +336,11 @@ class AgentEnvironment(Environment):
         `limit` is the step's time limit in seconds. Raise if the agent failed and the policy is not responsible.
         """
         limits = [seconds for seconds in (limit, self.timeout) if seconds is not None]
-        seconds_left = _make_deadline(ctx, min(limits, default=math.inf))
         process = await sandbox.start(command)
         stdin = ctx.state["prompt"].encode() if self.launcher.prompt == "stdin" else b""
-        ended = await ctx.charge_policy("tool", self._wait_for_agent(process, stdin, session, seconds_left))
+        ended = await ctx.charge_policy(
+            "tool", self._wait_for_agent(ctx, process, stdin, session, min(limits, default=math.inf))
+        )
         hidden = {name: session.hide_key(getattr(ended.result, name)) for name in ("stdout", "stderr")}
         ended = replace(ended, result=replace(ended.result, **hidden))
         result = ended.result
@@ -375,11 +376,13 @@ class AgentEnvironment(Environment):
         return ended
 
     async def _wait_for_agent(
-        self, process: Process, stdin: bytes, session: AgentSession, seconds_left: Callable[[], float]
+        self, ctx: Context, process: Process, stdin: bytes, session: AgentSession, limit: float
     ) -> AgentExit:
+        reserve = min(RESERVE, 0.1 * ctx.remaining) if math.isfinite(ctx.remaining) else 0.0
+        seconds = min(ctx.remaining - reserve, limit)
         writing = asyncio.create_task(write_stdin(process, stdin), name="agent's input")
         try:
-            return await wait_for_exit(process, session, seconds_left, grace=self.grace)
+            return await wait_for_exit(ctx, process, session, seconds, grace=self.grace)
         finally:
             writing.cancel()
             await asyncio.wait({writing})
@@ -488,16 +491,6 @@ class AgentEnvironment(Environment):
 
 def _is_remote(spec: SandboxSpec) -> bool:
     return bool(spec.provider) and is_remote(spec.provider)
-
-
-def _make_deadline(ctx: Context, limit: float) -> Callable[[], float]:
-    """Return a function that returns how many seconds, by the stage's clock, are left until the agent is stopped.
-
-    `limit` is the agent's own time limit in seconds.
-    """
-    started = ctx.elapsed
-    reserve = min(RESERVE, 0.1 * ctx.remaining) if math.isfinite(ctx.remaining) else 0.0
-    return lambda: min(ctx.remaining - reserve, limit - (ctx.elapsed - started))
 
 
 def _check_script(launcher: Launcher, script: str | Path | None) -> Path | None:

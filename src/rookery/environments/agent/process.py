@@ -7,12 +7,13 @@ result of the policy, unless the agent exited because its last model call failed
 
 import asyncio
 import signal
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from rookery.core import ExecResult, Fault, RookeryError, SandboxError, SandboxSpec, UpstreamError, get_cause
+from rookery.environments.context import Context
 from rookery.gateway.client import SessionRecord
 from rookery.gateway.direct_session import DirectSession
 from rookery.gateway.gateway_session import GatewaySession
@@ -42,38 +43,34 @@ class AgentExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def wait_for_exit(
-    process: Process, session: AgentSession, seconds_left: Callable[[], float], *, grace: float
+    ctx: Context, process: Process, session: AgentSession, seconds: float, *, grace: float
 ) -> AgentExit:
     """Wait until the agent exits, its deadline passes, or a budget of its gateway session is exhausted.
 
     In the last two cases the process is killed; after an exhausted budget it first gets `grace` seconds to exit.
-    `seconds_left` returns the time until the deadline. It is called repeatedly, because pauses of the run move the
-    deadline. Before this returns or raises, the process tree is killed. Raise `UpstreamError` with the cause
-    `upstream.hung` if the deadline passes while an inference engine hangs, and `SandboxError` if the sandbox was
-    lost.
+    The deadline is `seconds` from now, by the stage's clock. Before this returns or raises, the process tree is
+    killed. Raise `UpstreamError` with the cause `upstream.hung` if the deadline passes while an inference engine
+    hangs, and `SandboxError` if the sandbox was lost.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
     waiting = asyncio.create_task(process.wait(timeout=ONE_DAY), name="agent")
     exhausted = asyncio.create_task(session.wait_truncated(), name="agent's budget")
     try:
-        reason: ExitReason = "exited"
-        while not waiting.done():
-            timeout = min(max(seconds_left(), 0.0), ONE_DAY)
-            await asyncio.wait({waiting, exhausted}, timeout=timeout, return_when="FIRST_COMPLETED")
-            if waiting.done():
-                break
-            if exhausted.done():
-                exhausted.result()
-                reason = "budget"
-                break
-            if seconds_left() <= 0:
-                reason = "deadline"
-                await session.check_upstream()  # before the kill, which would end the call that proves the hang
-                break
+        reason: ExitReason = "deadline"
+        with suppress(TimeoutError):  # only the deadline raises it here
+            async with ctx.within(seconds):
+                await asyncio.wait({waiting, exhausted}, return_when="FIRST_COMPLETED")
+                reason = "exited" if waiting.done() else "budget"
+                if reason == "budget" and exhausted.exception() is None:
+                    # Every call is refused now, so an agent that handles this can still exit cleanly.
+                    await asyncio.wait({waiting}, timeout=grace)
         if reason == "budget":
-            # Every call is refused now, so an agent that handles this can still exit cleanly.
-            await asyncio.wait({waiting}, timeout=min(grace, max(seconds_left(), 0.0)))
+            exhausted.result()
+        elif waiting.done():
+            reason = "exited"
+        else:
+            await session.check_upstream()  # before the kill, which would end the call that proves the hang
         killed = not waiting.done()
         result = await process.kill() if killed else waiting.result()
     finally:
