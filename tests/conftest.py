@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.waiting import block_until
 
 # No test depends on the speed of the machine: a slow example is not a failure.
 hypothesis.settings.register_profile(
@@ -233,12 +234,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     processes, mounts = session.config.stash[_BEFORE]
-    end = time.monotonic() + 60
-    # What a test killed may still be ending.
-    while (left := _our_processes() - processes) or _count_mounts() > mounts:
-        if time.monotonic() > end:
-            break
-        time.sleep(0.1)
+    with suppress(TimeoutError):  # what a test killed may still be ending
+        block_until(lambda: not _our_processes() - processes and _count_mounts() <= mounts)
+    left = _our_processes() - processes
     if left or _count_mounts() > mounts:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
