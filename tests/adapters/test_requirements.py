@@ -131,5 +131,5 @@ async def test_other_versions_are_reported_with_the_range(
         ("x", "999.1", "1.0", "1.1"),
         ("tinker", "999.1", "0.36", "0.39"),
         ("nemo-gym", "999.1", "0.7", "0.8"),
-        ("verifiers", "999.1", "0.4", "0.5"),
+        ("verifiers", "999.1", "0.4.0", "0.4.1"),
     ]

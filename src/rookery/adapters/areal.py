@@ -28,7 +28,7 @@ from rookery.training import BatchConfig
 from rookery.training.rows import Row, make_rows
 from rookery.upstreams.token_function import TokenCall, TokenResult
 
-TESTED: Final = ("areal", "1.0", "1.1")
+TESTED: Final = ("areal", "1.0.4", "1.1")
 NO_TOP_K: Final = 100_000_000
 """AReaL's `top_k` for all tokens."""
 VERSIONS: Final = "areal_versions"

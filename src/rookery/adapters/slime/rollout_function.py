@@ -14,7 +14,7 @@ from rookery.training.config import BatchConfig
 from rookery.training.rows import Row, clip_rows, make_rows, split_by_rollout, summarize_rows
 from rookery.upstreams.protocol import UpstreamConfig
 
-TESTED: Final = ("slime", "0.3.0", "0.4")
+TESTED: Final = ("slime", "0.3.1", "0.4")
 EVALUATION: Final = "evaluation"
 FILE_VARIABLE: Final = "ROOKERY_SLIME"
 """Environment variable that names a JSON file with the settings, if `args.rookery` is not set."""

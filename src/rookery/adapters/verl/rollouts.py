@@ -12,7 +12,7 @@ from rookery.core import Finish, Group, UsageError
 from rookery.training.rows import Row
 from rookery.upstreams.token_function import TokenCall, TokenFunction, TokenResult
 
-TESTED: Final = ("verl", "0.9.0", "0.10")
+TESTED: Final = ("verl", "0.9.1", "0.10")
 
 
 def make_token_function(client: Any) -> TokenFunction:
