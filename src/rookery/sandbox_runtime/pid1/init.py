@@ -384,9 +384,10 @@ def run_forked_command(native: "native_init.NativeInit") -> "NoReturn":
     """Run the Python command whose process the library has prepared as a fork of pid 1."""
     try:
         assert Init.warm is not None
-        _signal.set_wakeup_fd(-1)
-        argv, pairs = native.take_strings()
-        warm_interpreter.become_command(Init.warm, os.fsdecode(native.state.program), argv, pairs)
+        program, argv, pairs = native.read_command()
+        warm_interpreter.become_prepared_command(
+            Init.warm, program.decode("utf-8", "surrogateescape"), argv, pairs, piped=native.is_piped()
+        )
     finally:
         os._exit(1)
 
@@ -412,6 +413,14 @@ def prepare_to_fork() -> None:
     sys.modules["resource"] = resource
     gc.collect()
     gc.freeze()  # the garbage collector of a sandbox would otherwise copy every shared page
+
+
+def prepare_zygote() -> None:
+    """Do in the zygote what every Python command does that the library forks."""
+    _signal.set_wakeup_fd(-1)
+    if Init.warm is not None:
+        warm_interpreter.open_piped_streams()
+        warm_interpreter.prepare_commands(Init.warm)
 
 
 def _warm_up() -> None:

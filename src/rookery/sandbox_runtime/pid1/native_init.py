@@ -11,10 +11,16 @@ import errno
 import mmap
 import os
 import struct
+import sys
 
 from rookery.sandbox_runtime import root_filesystem, syscalls
 from rookery.sandbox_runtime.guard_protocol import MAX_MESSAGE, REPORT, REQUEST
 from rookery.sandbox_runtime.lightweight import _signal, receive_message, send_message, suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 AT_MOUNT, AT_CONFIGURE, AT_SERVE, IN_COMMAND = range(1, 5)
 """Stages at which the library hands pid 1 over to Python: with a message about the file system, with one about
@@ -71,6 +77,7 @@ class State(ctypes.Structure):
                 "user",
                 "last_tag",
                 "childless",
+                "piped",
             )
         ),
         ("disk", ctypes.c_uint64),
@@ -106,6 +113,8 @@ class NativeInit:
         self.pid = -1
         self.state = State.in_dll(library, "state")
         self._message_address = ctypes.addressof(self.state) + State.message.offset
+        # Slices of it are faster and write to fewer pages than fields of `state`.
+        self._bytes: Any = (ctypes.c_char * ctypes.sizeof(State)).in_dll(library, "state")
         interpreter = os.stat("/proc/self/exe")
         trees, masks = root_filesystem.list_trees(tree), root_filesystem.list_masks()
         self._shared = _Shared(
@@ -122,8 +131,8 @@ class NativeInit:
         )
         self._filter = seccomp_filter
 
-    def start_zygote(self) -> None:
-        """Fork the zygote, the process that forks sandboxes.
+    def start_zygote(self, prepare: "Callable[[], None]") -> None:
+        """Fork the zygote, the process that forks sandboxes. It calls `prepare` first.
 
         It returns in the keeper, and in pid 1 of a sandbox, with `pid` 0, when Python has to take over.
         """
@@ -135,7 +144,8 @@ class NativeInit:
                 ours.detach()
                 os.dup2(theirs.detach(), KEEPER_FD, inheritable=False)
                 syscalls.close_range(KEEPER_FD + 1)
-            except OSError:
+                prepare()
+            except Exception:
                 os._exit(1)  # the keeper continues without a zygote
             self._run_zygote(ctypes.byref(self._shared))
             return
@@ -201,11 +211,22 @@ class NativeInit:
         """Return the report that the owner's socket did not accept."""
         return ctypes.string_at(ctypes.addressof(self.state) + State.report.offset, self.state.report_size)
 
-    def take_strings(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the arguments and the environment of the command that this process becomes, and clear them."""
-        data = self.take_message()[0]
-        strings = data[REQUEST.size :].split(b"\0")[1:]
-        return strings[: self.state.argc], strings[self.state.argc :]
+    def read_command(self) -> tuple[bytes, list[bytes], list[bytes]]:
+        """Return the program, the arguments and the environment of the command that this process becomes."""
+        state = self._bytes
+        argc, size = _read_int(state, State.argc.offset), _read_int(state, State.message_size.offset)
+        first = State.message.offset
+        strings = state[first + REQUEST.size : first + size].split(b"\0")
+        program = state[State.program.offset : State.program.offset + State.program.size].partition(b"\0")[0]
+        return program, strings[1 : argc + 1], strings[argc + 1 :]
+
+    def is_piped(self) -> bool:
+        """Return whether the command's standard streams are a seekable file at its start and two pipes."""
+        return _read_int(self._bytes, State.piped.offset) == 1
+
+
+def _read_int(data: "Any", offset: int) -> int:
+    return int.from_bytes(data[offset : offset + 4], sys.byteorder)
 
 
 def encode_mount_plan(plan: root_filesystem.MountPlan) -> bytes | None:

@@ -86,13 +86,15 @@ class NotImitable(Exception):  # noqa: N818  (not an error: a new interpreter is
 class Warm:
     """State that a new interpreter has before its program starts: modules and import paths."""
 
-    __slots__ = ("meta_path", "modified", "modules", "path", "site")
+    __slots__ = ("meta_path", "modified", "modules", "path", "site", "user_site")
 
     def __init__(self, modules: dict[str, ModuleType]) -> None:
         self.modules = {name: module for name, module in modules.items() if name != "__main__"}
         self.path = list(sys.path)
         self.meta_path = list(sys.meta_path)
         self.site: Any = modules.get("site")
+        self.user_site = self.site._get_path("") if self.site is not None else ""
+        """Path of the user's site directory below its base directory."""
         self.modified = _read_modification_times(self.path)
 
 
@@ -224,9 +226,7 @@ class CommandLine:
 
 
 def parse_command_line(argv: list[str], env: dict[str, str]) -> CommandLine:
-    """Parse a command line; raise `NotImitable` or `UnicodeEncodeError` if it needs a new interpreter."""
-    for text in (*argv, *env, *env.values()):
-        text.encode()  # a new interpreter reports invalid UTF-8 differently
+    """Parse a command line; raise `NotImitable` if it needs a new interpreter."""
     if not (3, 8) <= sys.version_info[:2] <= NEWEST_VERSION:
         raise NotImitable("untested version of Python")
     parsed = CommandLine(argv)
@@ -251,14 +251,29 @@ def become_command(warm: Warm, interpreter: str, argv: list[bytes], pairs: list[
     The process must already have the command's file descriptors, working directory and user. `pairs` are the
     environment variables as NAME=value. If the command line cannot be imitated, execute `interpreter` instead.
     """
-    gc.freeze()  # the garbage collector would copy every shared page
+    prepare_commands(warm)
+    if internals is not None:
+        internals.set_command_line(argv, pairs)
+    become_prepared_command(warm, interpreter, argv, pairs, piped=False)
+
+
+def become_prepared_command(
+    warm: Warm, interpreter: str, argv: list[bytes], pairs: list[bytes], *, piped: bool
+) -> NoReturn:
+    """Run a Python command line in a fork of a process that has called `prepare_commands`.
+
+    As `become_command`, but /proc must already show the command line. `piped` says that the standard streams are
+    a seekable file at its start and two pipes.
+    """
     try:
-        env = dict(pair.decode("utf-8", "surrogateescape").partition("=")[::2] for pair in pairs)
-        command_line = parse_command_line([arg.decode("utf-8", "surrogateescape") for arg in argv], env)
+        # A new interpreter reports invalid UTF-8 differently.
+        texts = b"\0".join((*argv, *pairs)).decode().split("\0")
+        env = dict(pair.partition("=")[::2] for pair in texts[len(argv) :])
+        command_line = parse_command_line(texts[: len(argv)], env)
         _set_user_site(warm, command_line, env)
     except (NotImitable, UnicodeError):
         os.execve(interpreter, argv, {k: v for k, _, v in (pair.partition(b"=") for pair in pairs)})  # noqa: S606
-    _reset_interpreter(warm, command_line, env, interpreter, argv, pairs)
+    _reset_interpreter(warm, command_line, env, interpreter, texts[: len(argv)], pairs, piped=piped)
     program.run(warm.modules, command_line, argv)
 
 
@@ -274,8 +289,8 @@ def _set_user_site(warm: Warm, command_line: CommandLine, env: dict[str, str]) -
     if site is None or warm.modified != _read_modification_times(warm.path):
         raise NotImitable("site-packages changed")
     base = f"{env['HOME'].rstrip('/')}/.local"
-    user_site = site._get_path(base)
-    if base[0] != "/" or os.path.exists(user_site):
+    user_site = base + warm.user_site
+    if base[0] != "/" or os.access(user_site, os.F_OK):
         raise NotImitable("the user has a site directory")
     site.ENABLE_USER_SITE = "s" not in command_line.switches
     site.USER_BASE, site.USER_SITE = base, user_site
@@ -293,20 +308,55 @@ def _read_modification_times(path: list[str]) -> list[int]:
     return times
 
 
+def prepare_commands(warm: Warm) -> None:
+    """Do what every command does before its program starts and what does not depend on the command.
+
+    Forks of this process share the result instead of copying the memory pages that they would change.
+    """
+    _reset_signals()
+    _set_environment([])
+    if internals is not None:
+        sys.flags = _build_flags(set())
+    if sys.meta_path != warm.meta_path:
+        sys.meta_path[:] = warm.meta_path
+    if sys.path != warm.path:
+        sys.path[:] = warm.path
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
+    gc.freeze()  # the garbage collector would copy every shared page
+
+
+def open_piped_streams() -> None:
+    """Open the standard streams of commands whose input is a seekable file and whose output are two pipes."""
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    ends = os.pipe2(os.O_CLOEXEC)
+    saved = [os.dup(fd) for fd in range(3)]
+    try:
+        for target, fd in enumerate((null, ends[1], ends[1])):
+            os.dup2(fd, target)
+        _open_streams(unbuffered=False)
+    finally:
+        for target, fd in enumerate(saved):
+            os.dup2(fd, target)
+        for fd in (null, *ends, *saved):
+            os.close(fd)
+
+
 def _reset_interpreter(
     warm: Warm,
     command_line: CommandLine,
     env: dict[str, str],
     interpreter: str,
-    argv: list[bytes],
+    argv: list[str],
     pairs: list[bytes],
+    *,
+    piped: bool,
 ) -> None:
-    _reset_signals()
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # pid 1 has no handler
     _set_environment(pairs)
     if "TZ" in env:
         time.tzset()
-    if internals is not None:
-        internals.set_command_line(argv, pairs)
+    if command_line.switches:
         sys.flags = _build_flags(command_line.switches)
     for name in _OWN_MODULES:
         sys.modules.pop(name, None)
@@ -314,20 +364,16 @@ def _reset_interpreter(
         sys.modules.update(warm.modules)
         for name in [name for name in sys.modules if name not in warm.modules]:
             del sys.modules[name]
-    if sys.meta_path != warm.meta_path:
-        sys.meta_path[:] = warm.meta_path
-    if sys.path != warm.path:
-        sys.path[:] = warm.path
     sys.executable = interpreter
     if hasattr(sys, "_base_executable"):
         sys._base_executable = interpreter
     sys.argv[:] = command_line.args
     if hasattr(sys, "orig_argv"):
-        sys.orig_argv[:] = [arg.decode() for arg in argv]
+        sys.orig_argv[:] = argv
     sys.dont_write_bytecode = "B" in command_line.switches
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        sys.__dict__.pop(name, None)
-    _open_streams(unbuffered="u" in command_line.switches)
+    unbuffered = "u" in command_line.switches
+    if unbuffered or not piped:
+        _open_streams(unbuffered=unbuffered)
 
 
 def _reset_signals() -> None:

@@ -2,6 +2,7 @@
 #include "native.h"
 
 #define KILL_SECONDS 5.0
+#define STREAM_BLOCK 4096 /* size of the buffers of the streams that `warm_interpreter.open_piped_streams` opens */
 
 static int signals;           /* descriptor that reports ended children */
 static int32_t *start_errors; /* shared with forked interpreters, which store the errno of a failed start, by tag */
@@ -92,8 +93,20 @@ static void set_oom_score(const char *score) {
         return; /* the command starts with the old score */
 }
 
+/* Return whether the standard streams are a seekable file at its start and two pipes, as those of most commands. */
+static int has_piped_streams(void) {
+    struct stat info;
+    for (int fd = 0; fd < 3; fd++) {
+        if (state.fd_count != 3 || fstat(fd, &info) < 0 || info.st_blksize != STREAM_BLOCK)
+            return 0;
+        if (fd ? !S_ISFIFO(info.st_mode) : !S_ISREG(info.st_mode) && !S_ISCHR(info.st_mode))
+            return 0;
+    }
+    return !isatty(0) && lseek(0, 0, SEEK_CUR) == 0;
+}
+
 /* Turn a fork of pid 1 into the process of a command. Python continues in it, with the program. */
-static void become_command(int user, int group) {
+static void become_command(int user, int group, char **strings) {
     static const sigset_t none;
     if (setsid() < 0)
         _exit(1);
@@ -111,6 +124,8 @@ static void become_command(int user, int group) {
     unmap_start_errors(); /* before other programs of the user can write to this process's memory */
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);
     sigprocmask(SIG_SETMASK, &none, NULL);
+    state.piped = has_piped_streams();
+    show_command_line(strings + 1, state.argc, state.message + state.message_size + 1);
     state.stage = IN_COMMAND;
 }
 
@@ -195,7 +210,7 @@ static int start_command(const struct Shared *shared) {
             if (fork) {
                 pid = (int)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
                 if (pid == 0) {
-                    become_command(user, group);
+                    become_command(user, group, strings);
                     return 1;
                 }
             } else

@@ -115,7 +115,7 @@ struct Shared {
 
 /* What Python needs to continue in pid 1 or in a command. Field order: see `native_init.py`. */
 struct State {
-    int32_t stage, channel, layer, oom_score_fd, listener, start_errors_fd, user, last_tag, childless;
+    int32_t stage, channel, layer, oom_score_fd, listener, start_errors_fd, user, last_tag, childless, piped;
     uint64_t disk, tag_base;
     uint32_t plan_uid, last_number;
     int32_t message_size, fd_count, report_size, command_count;
@@ -133,6 +133,8 @@ extern int sync_fd; /* pid 1's connection to the keeper during the setup */
 ssize_t receive(int fd);
 ssize_t send_with_fds(int socket, const void *data, size_t size, const int *fds, size_t count);
 void close_received(void);
+void read_memory_layout(void);
+void show_command_line(char **strings, int argc, const char *end);
 void lower_limit(int pid, int which, rlim_t hard, rlim_t soft);
 int set_capabilities(uint32_t effective, uint32_t permitted);
 int set_up(const struct Shared *shared, const int *task_fds, int task_count);

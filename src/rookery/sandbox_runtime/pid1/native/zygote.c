@@ -34,6 +34,7 @@ void run_zygote(const struct Shared *shared) {
     if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) < 0 || getppid() != shared->keeper_pid)
         _exit(1);
     prctl(PR_SET_NAME, ZYGOTE_NAME, 0, 0, 0);
+    read_memory_layout();
     for (;;) {
         ssize_t size = receive(KEEPER_FD);
         if (size < 0)

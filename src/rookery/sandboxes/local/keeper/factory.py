@@ -212,7 +212,7 @@ class SandboxForker:
         """Start the process that forks sandboxes, if the C library is used and the process can be started."""
         if self.native is not None:
             try:
-                self.native.start_zygote()
+                self.native.start_zygote(init.prepare_zygote)
             except OSError:
                 self.native = None
                 return
