@@ -134,6 +134,7 @@ ssize_t receive(int fd);
 ssize_t send_with_fds(int socket, const void *data, size_t size, const int *fds, size_t count);
 void close_received(void);
 void read_memory_layout(void);
+void share_memory(void);
 void show_command_line(char **strings, int argc, const char *end);
 void lower_limit(int pid, int which, rlim_t hard, rlim_t soft);
 int set_capabilities(uint32_t effective, uint32_t permitted);

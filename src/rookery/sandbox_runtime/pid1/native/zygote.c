@@ -35,6 +35,7 @@ void run_zygote(const struct Shared *shared) {
         _exit(1);
     prctl(PR_SET_NAME, ZYGOTE_NAME, 0, 0, 0);
     read_memory_layout();
+    share_memory();
     for (;;) {
         ssize_t size = receive(KEEPER_FD);
         if (size < 0)
