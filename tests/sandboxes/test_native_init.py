@@ -146,6 +146,39 @@ async def test_keeper_forks_sandboxes_itself_when_the_zygote_is_killed(local: Lo
 
 
 @needs_library
+async def test_pid_1_has_no_page_tables_for_the_memory_of_the_warm_interpreter(local: LocalProvider) -> None:
+    keeper = await get_keeper_pid(local)
+    sandbox = await local.create(SPEC, attempt="test")
+    try:
+        assert (await sandbox.exec(Command(argv=("true",)))).ok
+        assert sandbox._handle is not None
+        assert _anonymous_kb(sandbox._handle.pid) < 0.2 * _anonymous_kb(keeper)
+    finally:
+        await sandbox.close()
+
+
+def _anonymous_kb(pid: int) -> int:
+    (line,) = [one for one in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if "Anonymous:" in one]
+    return int(line.split()[1])
+
+
+@needs_library
+async def test_command_that_changes_memory_of_the_warm_interpreter_changes_only_its_own(
+    local: LocalProvider,
+) -> None:
+    change = "import ctypes; ctypes.c_char.from_address(id(b'x') + bytes.__basicsize__ - 1).value = b'y'"
+    sandboxes = [await local.create(SPEC, attempt="test") for _ in range(2)]
+    try:
+        for source, found in ((f"{change}; print(b'x')", b"b'y'\n"), ("print(b'x')", b"b'x'\n")):
+            for sandbox in sandboxes:
+                command = Command(argv=("python3", "-c", source), env={"PATH": WARM_PATH}, warm=True)
+                assert (await sandbox.exec(command)).stdout == found
+    finally:
+        for sandbox in sandboxes:
+            await sandbox.close()
+
+
+@needs_library
 async def test_largest_message_arrives_complete(local: LocalProvider, monkeypatch: pytest.MonkeyPatch) -> None:
     send, sizes = GuardChannel._send, []
 

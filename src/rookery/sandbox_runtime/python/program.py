@@ -228,14 +228,17 @@ def _finalize(initial_modules: dict[str, ModuleType], status: int, hidden: Any) 
             hidden(threads._shutdown)
         except BaseException as error:
             _report_unraisable(error, f"in: {threads!r}", "")
-    if "atexit" in sys.modules:
+    atexit = sys.modules.get("atexit")
+    if atexit is not None:
         with _suppress_all():  # older versions raise the last exception, which they have printed already
-            hidden(sys.modules["atexit"]._run_exitfuncs)
+            if atexit._ncallbacks():
+                hidden(atexit._run_exitfuncs)
     status = _flush_streams(status)
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     for name in ("stdout", "stderr"):
-        hidden(setattr, sys, name, getattr(sys, f"__{name}__"))
+        if getattr(sys, name, None) is not (stream := getattr(sys, f"__{name}__")):
+            hidden(setattr, sys, name, stream)
     references = []
     # Most programs import nothing. Looking at every module would copy the memory pages that they are in.
     imported_nothing = len(sys.modules) == len(initial_modules) + 1 and next(reversed(sys.modules)) == "__main__"

@@ -349,12 +349,13 @@ class SandboxForker:
 
 
 def _write_id_maps(pid: int | str, uids: str, gids: str, *, deny_setgroups: bool = False) -> None:
-    if deny_setgroups:
-        with open(f"/proc/{pid}/setgroups", "w") as file:
-            file.write("deny")
-    for name, text in (("uid_map", uids), ("gid_map", gids)):
-        with open(f"/proc/{pid}/{name}", "w") as file:
-            file.write(text)
+    denied = (("setgroups", "deny"),) if deny_setgroups else ()
+    for name, text in (*denied, ("uid_map", uids), ("gid_map", gids)):
+        fd = os.open(f"/proc/{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)  # faster than a file object
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
 
 
 def _has_id_range() -> bool:
