@@ -22,7 +22,8 @@ static int is_replaceable(const char *flags) {
     return 1;
 }
 
-/* List the private mappings that have anonymous memory, without the one that holds `state`. Return their number. */
+/* List the private mappings with anonymous memory and without code, except the one that holds `state`. Return their
+ * number. */
 static int list_areas(struct Area *areas) {
     char line[8192], access[8] = "", new_access[8];
     unsigned long start = 0, end = 0, anonymous = 0, first, last, own = (unsigned long)(uintptr_t)&state;
@@ -36,16 +37,15 @@ static int list_areas(struct Area *areas) {
             memcpy(access, new_access, sizeof access);
         } else if (sscanf(line, "Anonymous: %lu", &anonymous) == 1)
             continue;
-        else if (strncmp(line, "VmFlags:", 8) == 0 && anonymous && access[0] == 'r' && access[3] == 'p' &&
+        else if (strncmp(line, "VmFlags:", 8) == 0 && anonymous && access[0] == 'r' && strcmp(access + 2, "-p") == 0 &&
                  is_replaceable(line) && !(start < own + sizeof state && own < end))
-            areas[count++] = (struct Area){
-                start, end, PROT_READ | (access[1] == 'w' ? PROT_WRITE : 0) | (access[2] == 'x' ? PROT_EXEC : 0)};
+            areas[count++] = (struct Area){start, end, access[1] == 'w' ? PROT_READ | PROT_WRITE : PROT_READ};
     }
     fclose(file);
     return count;
 }
 
-/* Without the file, the memory stays as it is. Nothing may be allocated between the copy and the end. */
+/* If the file cannot be written, the memory stays as it is. Nothing may be allocated between the copy and the end. */
 void share_memory(void) {
     struct Area areas[MAX_AREAS];
     int count = list_areas(areas);
