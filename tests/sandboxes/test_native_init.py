@@ -151,8 +151,8 @@ async def test_pid_1_has_no_page_tables_for_the_memory_of_the_warm_interpreter(l
     sandbox = await local.create(SPEC, attempt="test")
     try:
         assert (await sandbox.exec(Command(argv=("true",)))).ok
-        assert sandbox._handle is not None
-        assert _anonymous_kb(sandbox._handle.pid) < 0.2 * _anonymous_kb(keeper)
+        assert sandbox.handle is not None
+        assert _anonymous_kb(sandbox.handle.pid) < 0.2 * _anonymous_kb(keeper)
     finally:
         await sandbox.close()
 
