@@ -20,7 +20,8 @@ SENTENCES = st.lists(WORDS, min_size=2, max_size=30).map(" ".join)
 TEXTS = st.one_of(
     SENTENCES,
     st.builds("{}\n\n{}".format, SENTENCES, st.sampled_from(OWN_TEXTS)),
-    st.builds("<system-reminder>\n{}\n</system-reminder>".format, SENTENCES),
+    # A word with letters, because the marks are kept and would else follow each other.
+    st.builds("<system-reminder>\nCareful {}\n</system-reminder>".format, SENTENCES),
     st.builds(lambda one: json.dumps({"said": one, "n": 1}, ensure_ascii=False), SENTENCES),
     st.sampled_from(OWN_TEXTS),
     st.sampled_from(["object", "tool_use", "exec_command", "claude-code-20250219"]),
