@@ -12,6 +12,7 @@ from rookery.core import Finish, Message, Sampling, ToolCall, Turn, floats
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest
 from rookery.gateway.dialects.shared import OPENAI_ERRORS, get_finish_reason
+from rookery.gateway.tools import ToolsError
 from rookery.upstreams.protocol import NO_TOOLS, CallDelta, Delta, ModelReply
 from tests.gateway.scripted_upstream import ANY_SPEED, char_ids, to_deltas
 
@@ -182,7 +183,7 @@ def test_any_body_is_parsed_or_raises_bad_request(body: bytes) -> None:
     parsed: ClientRequest | str
     try:
         parsed = DIALECT.parse_request(body)
-    except BadRequestError as error:
+    except (BadRequestError, ToolsError) as error:  # both are answered with status 400
         parsed = str(error)
     assert parsed
 

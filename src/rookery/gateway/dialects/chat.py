@@ -52,11 +52,11 @@ from rookery.gateway.dialects.shared import (
     get_finish_reason,
     openai_usage,
     reject_fields,
-    unpack_ids,
 )
 from rookery.gateway.tools import parse_chat_tools
 from rookery.upstreams.openai_format import ChatToolCall
 from rookery.upstreams.protocol import NO_TOOLS, CallDelta, DecodeTokens, Delta, ModelReply
+from rookery.upstreams.token_ids import encode_ids
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -177,7 +177,7 @@ class ChatDialect:
             "usage": openai_usage(replies, client_request.n),
         }
         if client_request.return_token_ids:
-            response["prompt_token_ids"] = unpack_ids(replies[0].prompt)
+            response["prompt_token_ids"] = encode_ids(replies[0].prompt)
         return encode(response)
 
     @staticmethod
@@ -189,7 +189,7 @@ class ChatDialect:
             "finish_reason": get_finish_reason(reply.finish),
         }
         if client_request.return_token_ids:
-            choice["token_ids"] = unpack_ids(reply.sampled)
+            choice["token_ids"] = encode_ids(reply.sampled)
         return choice
 
     def open_stream(
@@ -239,12 +239,12 @@ class ChatReplyStream(OpenAIReplyStream):
             return self._chunk(choice, {}) if self._silent % KEEPALIVE_INTERVAL == 0 else b""
         more = tail = b""
         if client_request.return_token_ids:
-            more = b',"token_ids":' + encode(unpack_ids(delta.sampled))
+            more = b',"token_ids":' + bytes(encode_ids(delta.sampled))
         content = format_delta_logprobs(client_request, delta, self._decode_tokens)
         logprobs = b"null" if content is None else encode({"content": content})
         if self._prompt and delta.prompt:
             self._prompt = False
-            tail = b',"prompt_token_ids":' + encode(unpack_ids(delta.prompt))
+            tail = b',"prompt_token_ids":' + bytes(encode_ids(delta.prompt))
         first = self._chunk(choice, fields, logprobs, more, tail)
         if not calls:
             return first

@@ -8,11 +8,11 @@ Guarantees:
 - errors have the same format as in OpenAI's chat API.
 """
 
+import re
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from rookery.core import ints
 from rookery.gateway.dialects.openai import (
     PASSED_FIELDS,
     OpenAIReplyStream,
@@ -41,17 +41,15 @@ from rookery.gateway.dialects.shared import (
     format_reply_logprobs,
     get_finish_reason,
     openai_usage,
-    unpack_ids,
 )
 from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply
+from rookery.upstreams.token_ids import encode_ids, parse_ids
 
-_Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-_Ids = Annotated[list[_Id], msgspec.Meta(min_length=1)]
 _MAX_TOP_LOGPROBS: Final = 5
 
 
 class _Request(OpenAIRequest, frozen=True, kw_only=True):
-    prompt: Any
+    prompt: msgspec.Raw
     best_of: int | None = None
     echo: bool | None = False
     suffix: str | None = None
@@ -59,8 +57,12 @@ class _Request(OpenAIRequest, frozen=True, kw_only=True):
 
 
 _DEFAULT_TOKENS: Final = 16
+_NUMBERS: Final = re.compile(rb"\[\s*-?[0-9]")
+"""Beginning of a JSON list of numbers, which may be long and is converted without a Python integer for each."""
 _NAMES: Final = ("cmpl", "text_completion")
 _decode = msgspec.json.Decoder(_Request).decode
+_decode_prompt = msgspec.json.Decoder(str | list[msgspec.Raw]).decode
+_decode_text = msgspec.json.Decoder(str).decode
 
 
 _REQUEST_SCHEMA: Final = object_schema(
@@ -147,8 +149,8 @@ class CompletionsDialect:
             choice["logprobs"] = _logprobs(listed, len(before))
         if client_request.return_token_ids:
             prompt = client_request.prompts[index // client_request.n]
-            choice["token_ids"] = unpack_ids(reply.sampled)
-            choice["prompt_token_ids"] = unpack_ids(prompt) if isinstance(prompt, bytes) else []
+            choice["token_ids"] = encode_ids(reply.sampled)
+            choice["prompt_token_ids"] = encode_ids(prompt) if isinstance(prompt, bytes) else []
         return choice
 
     def open_stream(
@@ -184,7 +186,7 @@ class CompletionsReplyStream(OpenAIReplyStream):
             return b""
         fields: dict[str, Any] = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None}
         if client_request.return_token_ids:
-            fields["token_ids"] = unpack_ids(delta.sampled)
+            fields["token_ids"] = encode_ids(delta.sampled)
         return self._chunk(fields)
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -202,29 +204,36 @@ def _finish(reply: ModelReply) -> str:
     return "stop" if finish == "tool_calls" else finish
 
 
-def _prompts(prompt: Any) -> tuple[bytes | str, ...]:
+def _prompts(prompt: msgspec.Raw) -> tuple[bytes | str, ...]:
     """Return the prompts in the field `prompt` of a request: each is a text or token IDs (int32 bytes).
 
     Raises `BadRequestError` if the field is invalid.
     """
-    if isinstance(prompt, str):
-        return (prompt,)
-    if not isinstance(prompt, list) or not prompt:
+    text = bytes(prompt)
+    if _NUMBERS.match(text):
+        return (_parse_ids(text, "prompt"),)
+    decoded = decode_body(_decode_prompt, text) if text.startswith((b'"', b"[")) else []
+    if isinstance(decoded, str):
+        return (decoded,)
+    if not decoded:
         raise BadRequestError("the prompt must be a string, a list of token IDs, or a list of these", "prompt")
-    if isinstance(prompt[0], int):
-        return (_pack_ids(prompt, "prompt"),)
-    return tuple(
-        item if isinstance(item, str) else _pack_ids(item, f"prompt[{at}]") for at, item in enumerate(prompt)
-    )
+    return tuple(_parse_prompt(bytes(item), f"prompt[{at}]") for at, item in enumerate(decoded))
 
 
-def _pack_ids(tokens: Any, where: str) -> bytes:
+def _parse_prompt(text: bytes, where: str) -> bytes | str:
+    return decode_body(_decode_text, text) if text.startswith(b'"') else _parse_ids(text, where)
+
+
+def _parse_ids(text: bytes, where: str) -> bytes:
     try:
-        return ints(msgspec.convert(tokens, _Ids))
-    except msgspec.ValidationError:
+        ids = parse_ids(text)
+    except ValueError:
+        ids = b""
+    if not ids:
         raise BadRequestError(
             "a token prompt must have at least one ID; IDs are integers from 0 to 2147483647", where
-        ) from None
+        )
+    return ids
 
 
 def _echoed(client_request: ClientRequest, choice: int, decode_tokens: DecodeTokens | None) -> str:

@@ -310,10 +310,6 @@ class CallSequencer:
 # ---- tokens
 
 
-def unpack_ids(tokens: bytes) -> list[int]:
-    return memoryview(tokens).cast("i").tolist() if tokens else []
-
-
 def openai_usage(replies: list[ModelReply], n: int) -> dict[str, Any]:
     """Return token counts in OpenAI's format. The tokens of a prompt are counted once for its `n` choices."""
     prompt = sum(reply.prompt_tokens for reply in replies[::n])
@@ -367,7 +363,7 @@ def format_logprobs(
     `tops` are the most likely tokens at each position, of which up to `most` are included. Without
     `decode_tokens`, a token is named by its ID (`token_id:42`), as inference engines do.
     """
-    tokens = unpack_ids(sampled)
+    tokens = memoryview(sampled).cast("i").tolist()
     values = cast("list[float]", memoryview(logprobs).cast("f").tolist())
     found = _format_tokens(tokens, values, decode_tokens(sampled) if decode_tokens is not None else None)
     for at, entry in enumerate(found):
