@@ -1,13 +1,18 @@
-"""Floor of the benchmark `gateway`: the minimum that a forwarding proxy in Python costs. Runs in its own process.
+"""Floor of the benchmark `gateway`: the minimum that a recording proxy in Python costs. Runs in its own process.
 
-It parses the request's JSON, forwards its bytes, decodes the sampled IDs and log probabilities of the answer and
-returns its bytes. It does not decode the prompt's IDs, because a gateway that has seen the previous turn only
-needs to compare their text. It has no sessions, records, streams or error handling: it is not for use.
+It parses the request's JSON, forwards its bytes, decodes the sampled IDs and log probabilities of the answer,
+writes them to a file together with the new message and the answer's message, and returns the answer's bytes. Every
+proxy that records a call before it answers must do this. The prompt's IDs are neither decoded nor written, because
+a gateway that has seen the previous turn only needs to compare their text; in a first turn this favours the
+floor. It has no sessions, secrets, streams or error handling, and nothing reads its file: it is not for use.
 """
 
 import asyncio
+import struct
 import sys
+import tempfile
 from functools import partial
+from io import FileIO
 from typing import cast
 
 import msgspec
@@ -67,13 +72,18 @@ class _MessageProtocol(asyncio.Protocol):
 
 
 class _Upstream(_MessageProtocol):
-    def __init__(self, idle: list["_Upstream"]) -> None:
+    def __init__(self, idle: list["_Upstream"], record: FileIO) -> None:
         super().__init__()
         self.idle = idle
+        self.record = record
         self.client: asyncio.Transport | None = None
+        self.question = ""
 
     def message(self, whole: bytes, body: bytes) -> None:
-        _DECODER.decode(body)
+        (choice,) = _DECODER.decode(body).choices
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        packed = struct.pack(f"<{len(choice.token_ids)}i{len(logprobs)}f", *choice.token_ids, *logprobs)
+        self.record.write(b"".join((self.question.encode(), choice.message, packed)))
         assert self.client is not None
         self.client.write(whole)
         self.idle.append(self)
@@ -89,24 +99,26 @@ _DECODER = msgspec.json.Decoder(_Answer)
 
 
 class _Client(_MessageProtocol):
-    def __init__(self, port: int, idle: list[_Upstream], tasks: set[asyncio.Task[None]]) -> None:
+    def __init__(self, port: int, record: FileIO, idle: list[_Upstream], tasks: set[asyncio.Task[None]]) -> None:
         super().__init__()
-        self.port, self.idle, self.tasks = port, idle, tasks
+        self.port, self.record, self.idle, self.tasks = port, record, idle, tasks
 
     def message(self, whole: bytes, body: bytes) -> None:  # noqa: ARG002
-        orjson.loads(body)
+        question = orjson.loads(body)["messages"][-1]["content"]
         # A task per request, because any real proxy has to await something.
-        task = asyncio.get_running_loop().create_task(self._forward(body))
+        task = asyncio.get_running_loop().create_task(self._forward(body, question))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _forward(self, body: bytes) -> None:
+    async def _forward(self, body: bytes, question: str) -> None:
         if self.idle:
             upstream = self.idle.pop()
         else:
             loop = asyncio.get_running_loop()
-            _, upstream = await loop.create_connection(partial(_Upstream, self.idle), "127.0.0.1", self.port)
-        upstream.client = self.transport
+            _, upstream = await loop.create_connection(
+                partial(_Upstream, self.idle, self.record), "127.0.0.1", self.port
+            )
+        upstream.client, upstream.question = self.transport, question
         assert upstream.transport is not None
         request_head = (
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -116,10 +128,11 @@ class _Client(_MessageProtocol):
 
 async def serve(port: int) -> None:
     loop = asyncio.get_running_loop()
-    client = partial(_Client, port, [], set())
-    server = await loop.create_server(client, "127.0.0.1", 0, backlog=BACKLOG)
-    print(f"floor at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await server.serve_forever()
+    with tempfile.TemporaryFile(buffering=0) as record:
+        client = partial(_Client, port, record, [], set())
+        server = await loop.create_server(client, "127.0.0.1", 0, backlog=BACKLOG)
+        print(f"floor at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+        await server.serve_forever()
 
 
 if __name__ == "__main__":
