@@ -15,8 +15,7 @@ GENERAL = ("cli", "core", "engine", "gateway", "journal", "telemetry", "training
 
 def test_no_module_shadows_a_module_of_the_standard_library() -> None:
     names = {path.parent.name if path.stem == "__init__" else path.stem for path in MODULES}
-    # Two plug-ins have the name under which users choose them: `rookery run code` and `rookery run inspect:TASK`.
-    assert names & sys.stdlib_module_names <= {"__main__", "code", "inspect"}
+    assert names & sys.stdlib_module_names <= {"__main__"}
 
 
 def test_no_module_has_more_than_650_lines() -> None:

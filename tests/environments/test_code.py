@@ -10,7 +10,7 @@ import pytest
 from rookery import Context, Engine, Limits
 from rookery.core import Completed, Failed, Group, Rollout, Truncated, UsageError, label
 from rookery.engine.retry import RetryPolicy
-from rookery.environments.code import CodeEnvironment
+from rookery.environments.code_environment import CodeEnvironment
 from rookery.workers import Cell
 from tests.servers import Answer, ModelServer, Request
 

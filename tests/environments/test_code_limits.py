@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rookery.core import Completed, Limits, SandboxSpec, Task, UsageError
-from rookery.environments.code import CodeEnvironment
-from rookery.environments.code.limits import is_unlimited, normalize_limits
+from rookery.environments.code_environment import CodeEnvironment
+from rookery.environments.code_environment.limits import is_unlimited, normalize_limits
 from rookery.journal import RunReader
 from rookery.workers.limits import MIN_MEMORY
 from tests.environments.rlm.helpers import Models, run_tasks

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rookery.environments.code.tags import (
+from rookery.environments.code_environment.tags import (
     extract_code,
     extract_submission,
     is_closed,

@@ -111,7 +111,7 @@ def _load_tasks(values: dict[str, Any]) -> tuple[str, list[Task]]:
 
     Tasks without files are code tasks.
     """
-    from rookery.environments.code import validation as code
+    from rookery.environments.code_environment import validation as code
     from rookery.environments.swe import validation as swe
     from rookery.tasks import load_tasks, tasks_from
     from rookery.tasks.swe import DATA_KEY
@@ -169,7 +169,7 @@ def _open_earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
 
     The counts are the number of tasks and the number of finished rollouts.
     """
-    from rookery.environments.code import validation as code
+    from rookery.environments.code_environment import validation as code
     from rookery.environments.swe import validation as swe
     from rookery.journal import RunReader, find_run, open_lock
     from rookery.view.summary import read_summary

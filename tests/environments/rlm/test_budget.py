@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import ExecResult
-from rookery.environments.code.tags import wrap_result
+from rookery.environments.code_environment.tags import wrap_result
 from rookery.environments.rlm.budget import ROOT_RESERVE_DIVISOR, BudgetExhausted, TreeBudget, TreeLimits
 from rookery.environments.rlm.observations import (
     format_budget,

@@ -42,7 +42,7 @@ from rookery.environments.agent.sandbox_probe import (
 )
 from rookery.environments.agent.task_kinds import Kind
 from rookery.environments.base import Environment, Score, reward_bounds
-from rookery.environments.code.limits import PROGRAM_LIMITS
+from rookery.environments.code_environment.limits import PROGRAM_LIMITS
 from rookery.environments.context import Context
 from rookery.environments.swe.environment import combine_scores, may_continue, sandbox_for
 from rookery.environments.swe.stored_submissions import find_submission_problem, restore_submissions

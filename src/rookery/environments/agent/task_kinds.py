@@ -14,8 +14,8 @@ import msgspec
 
 from rookery.core import TaskError
 from rookery.environments.base import Score
-from rookery.environments.code.environment import PARALLEL_SANDBOXES
-from rookery.environments.code.limits import normalize_limits
+from rookery.environments.code_environment.environment import PARALLEL_SANDBOXES
+from rookery.environments.code_environment.limits import normalize_limits
 from rookery.environments.context import Context
 from rookery.environments.swe.environment import grade_step
 from rookery.environments.swe.grading_slots import GradingSlots, count_cores, get_run_name

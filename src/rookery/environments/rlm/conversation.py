@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rookery.core import Message, ToolSchema
-from rookery.environments.code import tags
+from rookery.environments.code_environment import tags
 from rookery.environments.rlm.observations import format_budget, truncate_middle
 from rookery.environments.rlm.options import RlmOptions
 from rookery.environments.rlm.prompts import DROPPED, SUMMARISE, SUMMARISED

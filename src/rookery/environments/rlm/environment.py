@@ -11,7 +11,12 @@ from typing import Any
 import msgspec
 
 from rookery.core import Limits, Message, Rollout, SandboxSpec, TaskError, ToolSchema, Truncation, UsageError
-from rookery.environments.code.limits import PROGRAM_LIMITS, limits_for_task, normalize_limits, sandbox_for_task
+from rookery.environments.code_environment.limits import (
+    PROGRAM_LIMITS,
+    limits_for_task,
+    normalize_limits,
+    sandbox_for_task,
+)
 from rookery.environments.context import Context
 from rookery.environments.rlm.bash_repl import BashRepl
 from rookery.environments.rlm.budget import CallFailed

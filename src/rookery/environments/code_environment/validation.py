@@ -11,11 +11,11 @@ import msgspec
 
 from rookery.core import Limits, Task, UsageError
 from rookery.environments.base import Score, Ungraded
-from rookery.environments.code.environment import CodeEnvironment
+from rookery.environments.code_environment.environment import CodeEnvironment
 from rookery.environments.context import Context
 from rookery.environments.swe.validation import CHEAT, MARK, NOTHING, SOLUTION, VARIANT
 
-ENVIRONMENT: Final = "rookery.environments.code.validation:CodeValidationEnvironment"
+ENVIRONMENT: Final = "rookery.environments.code_environment.validation:CodeValidationEnvironment"
 EXIT: Final = f"{CHEAT}exit"
 STUB: Final = f"{CHEAT}stub"
 PROGRAMS: Final = {

@@ -23,8 +23,8 @@ from rookery.core import (
     UsageError,
 )
 from rookery.environments.base import Score, Ungraded, reward_bounds
-from rookery.environments.code import tags
-from rookery.environments.code.limits import (
+from rookery.environments.code_environment import tags
+from rookery.environments.code_environment.limits import (
     PROGRAM_LIMITS,
     default_limits,
     is_unlimited,

@@ -5,6 +5,6 @@ the policy is told so and continues. If the interpreter cannot be restarted, the
 failure. A task that cannot be scored, or has invalid limits, is rejected before a sandbox is created.
 """
 
-from rookery.environments.code.environment import CodeEnvironment
+from rookery.environments.code_environment.environment import CodeEnvironment
 
 __all__ = ["CodeEnvironment"]
