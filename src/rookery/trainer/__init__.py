@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rookery.trainer.loop import Optimizer as Optimizer
     from rookery.trainer.loop import Trainer as Trainer
     from rookery.trainer.loop import policy_loss as policy_loss
-    from rookery.trainer.loop import resume_training as resume_training
     from rookery.trainer.loop import token_logprobs as token_logprobs
+    from rookery.trainer.resume import resume_training as resume_training
 
 _WITH_TORCH = ("Optimizer", "Trainer", "policy_loss", "resume_training", "token_logprobs")
 
@@ -39,11 +39,11 @@ def __getattr__(name: str) -> Any:
     if name not in _WITH_TORCH:
         raise AttributeError(f"module 'rookery.trainer' has no attribute {name!r}")
     try:
-        from rookery.trainer import loop
+        from rookery.trainer import loop, resume
     except ImportError as error:
         if error.name not in ("torch", "transformers"):
             raise
         from rookery.core import UsageError
 
         raise UsageError("training needs torch and transformers: pip install 'rookery-rl[train]'") from None
-    return getattr(loop, name)
+    return getattr(resume if name == "resume_training" else loop, name)

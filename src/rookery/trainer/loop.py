@@ -6,7 +6,6 @@ differ: mu from pi_old by rounding and, with `lag`, by a few updates; pi_old fro
 """
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,14 +17,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rookery.core import Group, Task, UsageError
+from rookery.core import Group, Task
 from rookery.engine import EngineConfig, Step, SyncEngine
 from rookery.engine.config import describe_config
 from rookery.environments import Environment
 from rookery.trainer import setup
 from rookery.trainer.config import TrainConfig
 from rookery.trainer.errors import memory_errors, not_finite_error
-from rookery.trainer.folder import Progress, TrainingFolder, TrainResult, read_settings
+from rookery.trainer.folder import Progress, TrainingFolder, TrainResult
 from rookery.trainer.loggers import Loggers
 from rookery.trainer.metrics import StepStats, evaluate, no_signal_error, step_row
 from rookery.trainer.policies import open_policy
@@ -399,35 +398,3 @@ class Trainer:
         self.progress.seconds = time.monotonic() - self._began
         self.progress.engine = engine.state_dict()
         self.folder.save(self.progress, self.optimizer, self.config.keep_checkpoints)
-
-
-def resume_training(
-    folder: str | Path,
-    *,
-    env: Environment | None = None,
-    tasks: Sequence[Task] | None = None,
-    held_out: Sequence[Task] | None = None,
-    **changes: Any,
-) -> Trainer:
-    """Return a trainer that continues the training run in `folder` with its settings.
-
-    Pass `env`, `tasks` and `held_out` if the run was started with them. `changes` are fields of `TrainConfig` to
-    change, such as `steps`.
-    """
-    path = Path(folder)
-    settings = read_settings(path)
-    engine = msgspec.convert(settings.engine, EngineConfig)
-    if env is None and not engine.environment:
-        raise UsageError(f"{path.name} was started with an environment object: pass it as env")
-    module_path = engine.stream.get("path")
-    if isinstance(module_path, str) and module_path not in sys.path:
-        sys.path.append(module_path)  # where `module:attr` was found
-    return Trainer(
-        env or engine.environment,
-        policy=settings.policy,
-        config=msgspec.structs.replace(settings.train, **changes),
-        tasks=tasks,
-        held_out=held_out,
-        folder=path,
-        engine=engine,
-    )
