@@ -139,8 +139,7 @@ class _Sent(NamedTuple):
 
 
 class HttpUpstream:
-    """Upstream for an inference engine that is reached over HTTP, at one or more replicas (servers of the same
-    model).
+    """Upstream for an inference engine that is reached over HTTP, at one or more replicas.
 
     Use one instance from one event loop only.
     """
