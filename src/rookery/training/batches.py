@@ -123,7 +123,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         """
         if not rollouts:
             return self
-        recompute = self.is_complete and self._has_own_rules()
+        recompute = self.is_complete and self._columns_match_tables()
         table, counts = self.rollouts, self.counts
         use: list[RolloutUse] = [
             "leave_out" if row in rollouts and one != "missing" else one for row, one in enumerate(table.use)
@@ -181,7 +181,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
             ),
         )
 
-    def _has_own_rules(self) -> bool:
+    def _columns_match_tables(self) -> bool:
         """Return whether the columns of advantages and weights match the rollout table, that is, were not
         replaced.
         """
