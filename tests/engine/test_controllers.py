@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rookery.core import CAUSES, Attempt, Cancelled, Completed, Failed, Outcome, Truncated
 from rookery.engine.circuit_breaker import MIN_ATTEMPTS, CircuitBreaker
 from rookery.engine.crash_attribution import KILLS_ALONE, CrashAttribution
-from rookery.engine.retry import MAX_UNCHARGED, Final, Retry, RetryPolicy
+from rookery.engine.retry import MAX_UNCHARGED, EndRollout, Retry, RetryPolicy
 
 
 def make_attempt(outcome: Outcome, *, charged: bool = True, policy_loss: bool = False) -> Attempt:
@@ -39,7 +39,7 @@ def test_only_infra_faults_are_retried(
 ) -> None:
     decision = policy.decide([*before, last], jitter)
     if not (isinstance(last.outcome, Failed) and last.outcome.fault == "infra"):
-        assert decision == Final(last.outcome)
+        assert decision == EndRollout(last.outcome)
     if isinstance(decision, Retry):
         assert last.outcome == INFRA
 
@@ -51,11 +51,11 @@ def test_retry_budget_bounds_the_charged_attempts(policy: RetryPolicy, tries: li
     for charged, jitter in tries:
         history.append(make_attempt(INFRA, charged=charged))
         decision = policy.decide(history, jitter)
-        if isinstance(decision, Final):
-            assert decision == Final(INFRA)
+        if isinstance(decision, EndRollout):
+            assert decision == EndRollout(INFRA)
             break
     charged_for = sum(attempt.charged for attempt in history)
-    assert isinstance(decision, Final)
+    assert isinstance(decision, EndRollout)
     assert charged_for <= policy.attempts
     assert len(history) - charged_for <= MAX_UNCHARGED
     assert charged_for == policy.attempts or len(history) - charged_for == MAX_UNCHARGED
@@ -77,7 +77,7 @@ def test_back_off_grows_up_to_the_cap(policy: RetryPolicy, count: int, jitter: f
 @given(policies, st.lists(failures, max_size=8), jitters)
 def test_exhausted_sandbox_is_not_retried(policy: RetryPolicy, before: list[Attempt], jitter: float) -> None:
     last = make_attempt(Failed("infra", "sandbox.exhausted", "the sandbox ran out of memory"))
-    assert policy.decide([*before, last], jitter) == Final(Truncated("lost"), minimum=True)
+    assert policy.decide([*before, last], jitter) == EndRollout(Truncated("lost"), minimum_reward=True)
 
 
 def test_attempts_lost_in_another_rollouts_crash_are_retried_uncharged_up_to_a_bound() -> None:
@@ -85,8 +85,8 @@ def test_attempts_lost_in_another_rollouts_crash_are_retried_uncharged_up_to_a_b
     lost = make_attempt(Failed("infra", "runner.lost", "a neighbour crashed"), charged=False)
     for n in range(1, MAX_UNCHARGED):
         assert policy.decide([lost] * n, 0.5) == Retry(0.0)
-    assert policy.decide([lost] * MAX_UNCHARGED, 0.5) == Final(lost.outcome)
-    assert policy.decide([*[lost] * 5, make_attempt(INFRA)], 0.5) == Final(INFRA)
+    assert policy.decide([lost] * MAX_UNCHARGED, 0.5) == EndRollout(lost.outcome)
+    assert policy.decide([*[lost] * 5, make_attempt(INFRA)], 0.5) == EndRollout(INFRA)
 
 
 LOSS = make_attempt(INFRA, policy_loss=True)
@@ -112,8 +112,8 @@ NEIGHBOUR = make_attempt(INFRA, charged=False)
 )
 def test_policy_that_loses_its_sandbox_twice_in_a_row_is_responsible(history: list[Attempt], final: bool) -> None:
     decision = RetryPolicy(attempts=9).decide(history, 0.0)
-    assert (decision == Final(Truncated("lost"), minimum=True)) == final
-    assert isinstance(decision, Final) == final
+    assert (decision == EndRollout(Truncated("lost"), minimum_reward=True)) == final
+    assert isinstance(decision, EndRollout) == final
 
 
 # ---- breaker

@@ -27,14 +27,14 @@ class Retry(msgspec.Struct, frozen=True):
     delay: float
 
 
-class Final(msgspec.Struct, frozen=True):
-    """End the rollout with this outcome. With `minimum`, its reward is the lowest of the environment's range."""
+class EndRollout(msgspec.Struct, frozen=True):
+    """End the rollout with this outcome. With `minimum_reward`, it gets the lowest reward of the environment."""
 
     outcome: Outcome
-    minimum: bool = False
+    minimum_reward: bool = False
 
 
-RetryDecision: TypeAlias = Retry | Final
+RetryDecision: TypeAlias = Retry | EndRollout
 
 
 def find_hung_replicas(attempts: Sequence[Attempt]) -> tuple[str, ...]:
@@ -57,14 +57,14 @@ class RetryPolicy(msgspec.Struct, frozen=True):
         """Decide on a retry after the last of `attempts` has ended. `jitter` is a random number in [0, 1)."""
         last = attempts[-1]
         if not isinstance(last.outcome, Failed) or last.outcome.fault != "infra":
-            return Final(last.outcome)
+            return EndRollout(last.outcome)
         if last.outcome.cause == "sandbox.exhausted":
-            return Final(Truncated("lost"), minimum=True)
+            return EndRollout(Truncated("lost"), minimum_reward=True)
         charged = [attempt for attempt in attempts if attempt.charged]
         if last.charged and last.policy_loss and len(charged) > 1 and charged[-2].policy_loss:
-            return Final(Truncated("lost"), minimum=True)
+            return EndRollout(Truncated("lost"), minimum_reward=True)
         if not last.charged:
-            return Retry(0.0) if len(attempts) - len(charged) < MAX_UNCHARGED else Final(last.outcome)
+            return Retry(0.0) if len(attempts) - len(charged) < MAX_UNCHARGED else EndRollout(last.outcome)
         if len(charged) >= self.attempts:
-            return Final(last.outcome)
+            return EndRollout(last.outcome)
         return Retry(min(self.cap, self.base * 2.0 ** min(len(charged) - 1, 60)) * (0.5 + jitter / 2))

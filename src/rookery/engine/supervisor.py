@@ -44,7 +44,7 @@ from rookery.engine.length_predictor import LengthPredictor
 from rookery.engine.outage import OutageMonitor
 from rookery.engine.prewarm import Prewarmer
 from rookery.engine.record_writer import RecordWriter
-from rookery.engine.retry import Final, Retry, find_hung_replicas
+from rookery.engine.retry import EndRollout, Retry, find_hung_replicas
 from rookery.engine.run_services import RunGateway, RunKeeper, reap_other_runs, reap_run
 from rookery.engine.run_traces import RolloutTraces
 from rookery.engine.runner_handle import Dispatch, RunnerHandle
@@ -587,7 +587,7 @@ class Supervisor:
                 if decision.delay:
                     self._loop.call_later(decision.delay, self.schedule_admission)
                 return
-            decision = Final(Cancelled(group.cancelled))
+            decision = EndRollout(Cancelled(group.cancelled))
         outcome = decision.outcome
         scored = isinstance(outcome, SCORED)
         if isinstance(outcome, Failed) and outcome.fault == "task":
@@ -600,7 +600,7 @@ class Supervisor:
             environment=group.task.environment,
             outcome=outcome,
             seed=dispatch.spec.seed,
-            reward=result.minimum if decision.minimum else (result.reward if scored else None),
+            reward=result.minimum if decision.minimum_reward else (result.reward if scored else None),
             rewards=result.rewards,
             metrics=result.metrics,
             info=result.info,
