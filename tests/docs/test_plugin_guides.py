@@ -145,11 +145,11 @@ async def test_the_upstream_example_runs_tool_calls_against_an_ollama_server(tmp
 async def test_the_upstream_example_rejects_an_incomplete_reply(tmp_path: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "rookery_ollama"}
     exec(blocks(GUIDES / "write-an-upstream.md", "python")[0], namespace)
-    from rookery.upstreams.http_upstream import About, ReplyFormatError
+    from rookery.upstreams.http_upstream import ReplyContext, ReplyFormatError
 
     for data in (b"{", b"[]", b'{"message": {"content": "7"}, "done": false, "done_reason": null}'):
         with pytest.raises(ReplyFormatError):
-            namespace["CHAT"].decode(data, None, About())
+            namespace["CHAT"].decode(data, None, ReplyContext())
 
 
 @pytest.mark.long

@@ -43,7 +43,7 @@ from rookery.scoring.unit_tests import _TestProgress, parse_failure, parse_load_
 from rookery.tasks import check_tasks
 from rookery.tasks.archives import unpack
 from rookery.upstreams import ModelRequest, llamacpp, openai, sglang, vllm
-from rookery.upstreams.format import About, ErrorReply, Format, ReplyFormatError
+from rookery.upstreams.format import ErrorReply, Format, ReplyContext, ReplyFormatError
 from rookery.upstreams.hang_detector import parse_engine_load
 from rookery.upstreams.openai_format import decode_reply
 from rookery.upstreams.registry import list_load_metrics
@@ -367,10 +367,10 @@ def test_every_reply_format_survives_fuzzing(form: Format) -> None:
             for event in events:
                 gathered.feed(b"data: " + event.replace(b"\n", b" ") + b"\n\n")
             if not gathered.ended():
-                gathered.reply(About())
+                gathered.reply(ReplyContext())
         for event in events:
             with contextlib.suppress(ReplyFormatError, ErrorReply):
-                form.decode(event, prompt, About())
+                form.decode(event, prompt, ReplyContext())
 
     fuzz(st.lists(messages(STREAMED, words), min_size=1, max_size=4), check)
 

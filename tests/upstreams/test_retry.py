@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.upstreams.replica import retry_after
-from rookery.upstreams.retry import MAX_RETRY_AFTER, Backoff, Kind
+from rookery.upstreams.retry import MAX_RETRY_AFTER, Backoff, FailureKind
 
-KINDS = get_args(Kind)
+KINDS = get_args(FailureKind)
 draws = st.floats(0, 1, exclude_max=True)
 seconds = st.floats(0, 1e5)
 

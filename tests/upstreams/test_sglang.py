@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rookery.core import Message, Sampling, Span, Truncation, UpstreamError, floats, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
-from rookery.upstreams.format import About, ReplyFormatError
+from rookery.upstreams.format import ReplyContext, ReplyFormatError
 from rookery.upstreams.protocol import UNLIMITED
 from rookery.upstreams.sglang import Generate, SglangUpstream
 from tests.upstreams.engines import DONE, Engine, Play, event
@@ -134,7 +134,7 @@ def gathered(stream, *, tops=0, cut=None):
         if (delta := gather.feed(one)) is not None:
             on_delta.deltas.append(delta)
     assert not gather.ended()
-    return gather.reply(About(version=3)), on_delta
+    return gather.reply(ReplyContext(version=3)), on_delta
 
 
 @given(ids, st.lists(st.integers(1, 30)), st.booleans(), st.booleans(), st.booleans())
@@ -334,7 +334,7 @@ async def test_finished_call_is_not_aborted_and_a_retry_has_another_id():
         assert [request.body["rid"] for request in engine.requests] == ["c", "c.1"]
         assert not engine.requests_to("/abort_request")
         assert not up.maintenance.tasks or all(
-            task.done() or "size" in repr(task) for task in up.maintenance.tasks
+            task.done() or "_update_concurrency_limit" in repr(task) for task in up.maintenance.tasks
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rookery.core import Message, ToolCall, Truncation, UpstreamError, floats, ints
 from rookery.upstreams import ModelRequest
-from rookery.upstreams.format import About, ErrorReply, ReplyFormatError
+from rookery.upstreams.format import ErrorReply, ReplyContext, ReplyFormatError
 from rookery.upstreams.http_client import Response
 from rookery.upstreams.openai_stream import Chunks
 from rookery.upstreams.protocol import Delta
@@ -417,7 +417,7 @@ def test_events_parsed_together_equal_events_parsed_one_by_one(want_logprobs, mi
         try:
             for piece in pieces:
                 parser.feed(piece)
-            results.append(parser.reply(About()))
+            results.append(parser.reply(ReplyContext()))
         except (ReplyFormatError, ErrorReply) as error:
             results.append(type(error))
     assert results[0] == results[1]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rookery.core import Message, Sampling, ToolCall, ToolSchema, floats, ints
 from rookery.upstreams.error_replies import ServerError, find_refused_field, is_context_full, parse_error
-from rookery.upstreams.format import About, ReplyFormatError, WireOptions
+from rookery.upstreams.format import ReplyContext, ReplyFormatError, WireOptions
 from rookery.upstreams.openai_format import decode_reply, encode_request, parse_message
 from rookery.upstreams.protocol import ModelRequest, ToolSet
 from tests.servers import Answer
@@ -214,7 +214,7 @@ def test_unusual_complete_replies_are_parsed():
     ],
 )
 def test_version_reported_by_the_server_wins(extra, version):
-    assert decode_reply(body(extra=extra), about=About(version=2)).version == version
+    assert decode_reply(body(extra=extra), context=ReplyContext(version=2)).version == version
 
 
 @given(st.binary(max_size=200))

@@ -64,7 +64,7 @@ class WireOptions(msgspec.Struct, frozen=True):
     """Send the reasoning of earlier replies back to the server."""
 
 
-class About(msgspec.Struct, frozen=True, gc=False):
+class ReplyContext(msgspec.Struct, frozen=True, gc=False):
     """Values for a `ModelReply` that are not in the bytes of the response."""
 
     version: int = 0
@@ -81,7 +81,7 @@ class Format(Protocol):
 
     def encode(self, request: ModelRequest, options: WireOptions) -> bytes: ...
 
-    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply: ...
+    def decode(self, data: bytes, request: ModelRequest, context: ReplyContext) -> ModelReply: ...
 
     def streams(self, request: ModelRequest) -> bool:
         """Return True if the endpoint can stream the reply to this request."""
@@ -196,12 +196,12 @@ class StreamParser:
             return "the stream ended in the middle of an event"
         return "the stream ended without a finish reason"
 
-    def reply(self, about: About) -> ModelReply:
+    def reply(self, context: ReplyContext) -> ModelReply:
         """Return the complete reply. Raises `ReplyFormatError` if no finish reason has arrived."""
         if self.finish is None:
             raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
         sampled, logprobs = b"".join(self._ids), b"".join(self._logprobs)
-        version, spans = self._spans(about.version)
+        version, spans = self._spans(context.version)
         prompt = self._prompt
         return ModelReply(
             message=self._message(),
@@ -212,8 +212,8 @@ class StreamParser:
             version=version,
             prompt_tokens=len(prompt) // 4 if self.prompt_tokens is None else self.prompt_tokens,
             sampled_tokens=self.count if self.sampled_tokens is None else self.sampled_tokens,
-            queued=about.queued,
-            replica=about.replica,
+            queued=context.queued,
+            replica=context.replica,
             spans=spans,
             tops=tuple(self._tops),
             logprob_content=join_json_lists(self._raw_logprobs) if self._raw_logprobs else None,

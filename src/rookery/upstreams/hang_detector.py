@@ -27,7 +27,7 @@ import msgspec
 from rookery.core.lifetimes import detached_context
 from rookery.upstreams.protocol import LoadMetrics
 from rookery.upstreams.registry import list_load_metrics
-from rookery.upstreams.replica import CallProgress, Failure, Replica
+from rookery.upstreams.replica import CallProgress, ExchangeError, Replica
 
 SILENT_SECONDS: Final = 30.0
 """A call in flight that has received no byte for this many seconds is examined."""
@@ -346,7 +346,7 @@ class HangDetector:
     async def _health(self, replica: Replica) -> str:
         try:
             answer = await replica.exchange(self._health_path, None, seconds=HEALTH_SECONDS)
-        except Failure as failure:
+        except ExchangeError as failure:
             return f"failed ({failure.error.code})"
         return "ok" if answer.status < 500 else f"failed (status {answer.status})"
 
@@ -358,14 +358,14 @@ class HangDetector:
                 answer = await replica.exchange(path, None, seconds=HEALTH_SECONDS / 2)
                 if answer.status == 200 and any(msgspec.json.decode(answer.body, type=dict[str, bool]).values()):
                     return True
-            except (Failure, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except (ExchangeError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
         return False
 
     async def _load(self, replica: Replica) -> EngineLoad | None:
         try:
             answer = await replica.exchange("/metrics", None, seconds=HEALTH_SECONDS)
-        except Failure:
+        except ExchangeError:
             return None
         if answer.status != 200:
             return None
@@ -389,7 +389,7 @@ class HangDetector:
             try:
                 body = msgspec.json.encode({**options, **prompt})
                 answer = await replica.exchange(path, body, seconds=max(0.1, left))
-            except Failure as failure:
+            except ExchangeError as failure:
                 return f"failed ({failure.error.code})"
             if answer.status < 300:
                 return "answered"

@@ -11,7 +11,7 @@ Guarantees:
 
 from typing import Final, Literal, TypeAlias
 
-Sign: TypeAlias = Literal["gone", "failing"]
+HealthSignal: TypeAlias = Literal["gone", "failing"]
 """The way a call to a replica failed. `gone`: the server could not be reached, or dropped the connection.
 `failing`: it responded with an error, too late or incompletely."""
 
@@ -46,12 +46,12 @@ class Health:
         self.reason = ""
         return True
 
-    def failed(self, sign: Sign, reason: str, *, now: float) -> bool:
+    def failed(self, signal: HealthSignal, reason: str, *, now: float) -> bool:
         """Record a failure and its reason. Return True if the replica was healthy and is excluded now."""
         self._strikes += 1
         if self.until is not None and now < self.until and not self._probing:
             return False  # a call from before the exclusion: its failure is already known
-        if sign == "failing" and self.until is None and self._strikes < STRIKES:
+        if signal == "failing" and self.until is None and self._strikes < STRIKES:
             return False
         first = self.until is None
         self._probing = False

@@ -36,16 +36,16 @@ from rookery.core import Sampling, Truncation, UpstreamError, UsageError
 from rookery.core.errors import describe
 from rookery.upstreams.error_replies import find_refused_field, is_context_full
 from rookery.upstreams.format import (
-    About,
     ErrorReply,
     Format,
+    ReplyContext,
     ReplyFormatError,
     StreamParser,
     WireOptions,
     delta_from_reply,
 )
 from rookery.upstreams.hang_detector import RECENT_SECONDS, HangDetector, UpstreamEvidence
-from rookery.upstreams.health import Sign
+from rookery.upstreams.health import HealthSignal
 from rookery.upstreams.protocol import (
     UNLIMITED,
     LoadMetrics,
@@ -62,23 +62,23 @@ from rookery.upstreams.replica import (
     CallbackError,
     CallProgress,
     DeltaSink,
-    Failure,
+    ExchangeError,
     RawResponse,
     Replica,
     ReplicaState,
 )
 from rookery.upstreams.replica_choice import choose
 from rookery.upstreams.replica_maintenance import PROBE_SECONDS, ReplicaMaintenance
-from rookery.upstreams.retry import Backoff, Kind
+from rookery.upstreams.retry import Backoff, FailureKind
 from rookery.upstreams.urls import Address
 
 __all__ = [
-    "About",
     "Format",
     "HttpUpstream",
     "LoadMetrics",
     "Replica",
     "ReplicaState",
+    "ReplyContext",
     "ReplyFormatError",
     "StreamParser",
     "WireOptions",
@@ -86,11 +86,16 @@ __all__ = [
 
 log = logging.getLogger("rookery.upstreams")
 
-SIZE_SECONDS: Final = 10.0
+CONCURRENCY_QUERY_SECONDS: Final = 10.0
 T = TypeVar("T")
 _UNFINISHED: Final = ("upstream.timeout", "upstream.cut", "upstream.hung")
 """Causes of failures after which the inference engine may still be working on the call."""
-_SIGNS: Final[dict[str, Sign]] = {"connect": "gone", "dropped": "gone", "gateway": "gone", "error": "failing"}
+_HEALTH_SIGNALS: Final[dict[str, HealthSignal]] = {
+    "connect": "gone",
+    "dropped": "gone",
+    "gateway": "gone",
+    "error": "failing",
+}
 
 
 class _Resend(Exception):  # noqa: N818  (control flow: never leaves this module)
@@ -180,7 +185,10 @@ class HttpUpstream:
         replicas = [Replica(a, concurrency=slots, key=key) for a in addresses.values()]
         self.config = config
         self.replicas = replicas
-        if config.concurrency is None and type(self).size is not HttpUpstream.size:
+        if (
+            config.concurrency is None
+            and type(self).query_concurrency_limit is not HttpUpstream.query_concurrency_limit
+        ):
             for replica in replicas:
                 replica.refresh_at = 0.0
         self.name = config.kind
@@ -197,15 +205,15 @@ class HttpUpstream:
         self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
         """Calls that wait for a retry: `ModelRequest.affinity`, replica, last error, and when the call began."""
         self.hangs = HangDetector(self.health_path, lambda: config.model, self.pause_paths, self.load_metrics)
-        self.maintenance = ReplicaMaintenance(self.health_path, self.hangs, self.size, share)
+        self.maintenance = ReplicaMaintenance(self.health_path, self.hangs, self.query_concurrency_limit, share)
 
     # ---- differs between kinds of engines
 
-    async def size(self, replica: Replica) -> int | None:  # noqa: ARG002  (a kind may override it)
+    async def query_concurrency_limit(self, replica: Replica) -> int | None:  # noqa: ARG002  (a kind may override it)
         """Query how many calls the inference engine processes at once. Return None if it does not report that.
 
-        A kind of upstream overrides this if its inference engine reports the number. Raises `Failure` if the query
-        fails.
+        A kind of upstream overrides this if its inference engine reports the number. Raises `ExchangeError` if the
+        query fails.
         """
         return None
 
@@ -227,7 +235,7 @@ class HttpUpstream:
         for path in self.identity_paths:
             try:
                 reply = await self.replicas[0].exchange(path, None, seconds=PROBE_SECONDS)
-            except Failure:
+            except ExchangeError:
                 return False
             if reply.status == 200 and self.is_identity(reply.body):
                 return True
@@ -262,7 +270,7 @@ class HttpUpstream:
                 continue
             except CallbackError as raised:
                 raise raised.error from raised.error.__cause__
-            except Failure as failure:
+            except ExchangeError as failure:
                 delay = self._plan_retry(call, replica, failure)
                 if delay is None:
                     raise failure.error from failure.__cause__
@@ -279,7 +287,7 @@ class HttpUpstream:
     async def _try(self, call: _Call, replica: Replica) -> ModelReply:
         """Send a call to one replica when its concurrency gate admits the call, and return the parsed reply.
 
-        Raises `Failure`, or `_Resend` if the call can be sent again without what the server rejected.
+        Raises `ExchangeError`, or `_Resend` if the call can be sent again without what the server rejected.
         """
         request, loop = call.request, asyncio.get_running_loop()
         endpoint = self.token_format if request.tokens else self.message_format
@@ -313,9 +321,9 @@ class HttpUpstream:
             raise self._refusal(call, sent, answer) from None
         except ReplyFormatError as error:
             self._abandon(replica, request)
-            raise Failure("final", replica.error("upstream.protocol", str(error))) from error
-        except (asyncio.CancelledError, CallbackError, Failure) as error:
-            if not isinstance(error, Failure) or error.error.code in _UNFINISHED:
+            raise ExchangeError("final", replica.error("upstream.protocol", str(error))) from error
+        except (asyncio.CancelledError, CallbackError, ExchangeError) as error:
+            if not isinstance(error, ExchangeError) or error.error.code in _UNFINISHED:
                 self._abandon(replica, request)
             raise
         finally:
@@ -329,24 +337,24 @@ class HttpUpstream:
     def _read_reply(self, call: _Call, sent: _Sent, answer: RawResponse, version: int) -> ModelReply:
         """Parse the response to a call. `version` is the policy version to use if the response has none.
 
-        Raises `Failure`, `_Resend`, `Truncation`, `ErrorReply` or `ReplyFormatError` if it is not a complete
+        Raises `ExchangeError`, `_Resend`, `Truncation`, `ErrorReply` or `ReplyFormatError` if it is not a complete
         reply.
         """
-        about = About(answer.version(version), call.queued, sent.replica.name)
+        context = ReplyContext(answer.version(version), call.queued, sent.replica.name)
         if sent.sink is not None and not answer.body and answer.status == 200:
             if missing := sent.sink.parser.ended():
-                kind: Kind = "final" if sent.sink.delivered else "dropped"
-                raise Failure(kind, sent.replica.error("upstream.cut", missing))
-            return sent.sink.parser.reply(about)
+                kind: FailureKind = "final" if sent.sink.delivered else "dropped"
+                raise ExchangeError(kind, sent.replica.error("upstream.cut", missing))
+            return sent.sink.parser.reply(context)
         if not 200 <= answer.status < 300:
             raise self._refusal(call, sent, answer)
-        return sent.format.decode(answer.body, call.request, about)
+        return sent.format.decode(answer.body, call.request, context)
 
     def _refusal(self, call: _Call, sent: _Sent, answer: RawResponse) -> Exception:
         """Return the exception to raise for a response that is not a success.
 
-        This is a `Failure`, a `Truncation` if the context is full, or `_Resend` if the call can be sent again
-        without what the server rejected.
+        This is an `ExchangeError`, a `Truncation` if the context is full, or `_Resend` if the call can be sent
+        again without what the server rejected.
         """
         replica, endpoint, options, sink = sent
         failure, server_error = replica.refusal(answer)
@@ -370,7 +378,7 @@ class HttpUpstream:
                 return _Resend(call.omit | {field})
         return failure
 
-    def _plan_retry(self, call: _Call, replica: Replica, failure: Failure) -> float | None:
+    def _plan_retry(self, call: _Call, replica: Replica, failure: ExchangeError) -> float | None:
         """Note a failed try, and return the seconds until the next one; None if the call is not retried."""
         self._note_failure(replica, failure, asyncio.get_running_loop().time())
         delay = self.backoff.delay(
@@ -424,13 +432,13 @@ class HttpUpstream:
                 ", ".join(sorted(new)),
             )
 
-    def _note_failure(self, replica: Replica, failure: Failure, now: float) -> None:
-        sign = _SIGNS.get(failure.kind)
-        if sign is None and failure.error.code in ("upstream.timeout", "upstream.cut"):
-            sign = "failing"
+    def _note_failure(self, replica: Replica, failure: ExchangeError, now: float) -> None:
+        signal = _HEALTH_SIGNALS.get(failure.kind)
+        if signal is None and failure.error.code in ("upstream.timeout", "upstream.cut"):
+            signal = "failing"
         if (
-            sign is not None
-            and replica.health.failed(sign, str(failure.error), now=now)
+            signal is not None
+            and replica.health.failed(signal, str(failure.error), now=now)
             and len(self.replicas) > 1
         ):
             log.warning("a replica receives no calls until it answers a probe: %s", failure.error)
@@ -569,14 +577,14 @@ class HttpUpstream:
         return able
 
     async def _send_control(self, path: str, body: bytes, seconds: float, replica: Replica) -> bool:
-        """Send a control request. Return False if the server lacks the endpoint; raise `Failure` if the request
-        fails.
+        """Send a control request. Return False if the server lacks the endpoint; raise `ExchangeError` if the
+        request fails.
 
         Returns True, with a warning in the log, if the server cannot be reached.
         """
         try:
             answer = await replica.exchange(path, body, seconds=seconds)
-        except Failure as failure:
+        except ExchangeError as failure:
             if failure.kind == "connect":
                 log.warning(
                     "the control request %s was not sent, because the replica is unreachable: %s",
@@ -599,7 +607,7 @@ class HttpUpstream:
                 return await ask(replica)
             except UpstreamError as error:
                 return error
-            except Failure as failure:
+            except ExchangeError as failure:
                 failure.error.__cause__ = failure.__cause__
                 return failure.error
 

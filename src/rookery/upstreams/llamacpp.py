@@ -21,15 +21,15 @@ import msgspec
 from rookery.core import Finish, Message, ints
 from rookery.upstreams.error_replies import parse_error, preview
 from rookery.upstreams.format import (
-    About,
     ErrorReply,
+    ReplyContext,
     ReplyFormatError,
     StreamParser,
     Tops,
     WireOptions,
     pack_logprobs,
 )
-from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
+from rookery.upstreams.http_upstream import CONCURRENCY_QUERY_SECONDS, HttpUpstream
 from rookery.upstreams.openai import Chat
 from rookery.upstreams.openai_format import RESERVED, Id
 from rookery.upstreams.protocol import ModelReply, ModelRequest
@@ -154,7 +154,7 @@ class NativeCompletion:
             body["stream"] = True
         return _encode(body | dict(token_options(sampling.extra, _encode_constraint, "llamacpp")))
 
-    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
+    def decode(self, data: bytes, request: ModelRequest, context: ReplyContext) -> ModelReply:
         completion = _read_stream(data) if data.startswith(b"data:") else _read(data)
         if not completion.stop:
             raise ReplyFormatError("the field stop of the reply is not true: the reply is incomplete")
@@ -164,11 +164,11 @@ class NativeCompletion:
             prompt=request.tokens,
             sampled=ints(completion.tokens),
             logprobs=pack_logprobs(_logprobs(completion)),
-            version=about.version,
+            version=context.version,
             prompt_tokens=len(request.tokens) // 4,
             sampled_tokens=len(completion.tokens),
-            queued=about.queued,
-            replica=about.replica,
+            queued=context.queued,
+            replica=context.replica,
             tops=_tops(completion, request.top_logprobs),
         )
 
@@ -214,9 +214,9 @@ class LlamaCppUpstream(HttpUpstream):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
 
-    async def size(self, replica: Replica) -> int | None:
+    async def query_concurrency_limit(self, replica: Replica) -> int | None:
         """Query the number of slots, which is how many calls the server processes at once."""
-        reply = await replica.exchange("/props", None, seconds=SIZE_SECONDS)
+        reply = await replica.exchange("/props", None, seconds=CONCURRENCY_QUERY_SECONDS)
         if reply.status != 200:
             return None
         try:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from rookery.upstreams.format import About, StreamParser, WireOptions
+from rookery.upstreams.format import ReplyContext, StreamParser, WireOptions
 from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.openai_format import RESERVED, decode_reply, encode_request
 from rookery.upstreams.openai_stream import Chunks
@@ -25,14 +25,14 @@ class OpenAIFormat:
 
     path = "chat/completions"
 
-    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
+    def decode(self, data: bytes, request: ModelRequest, context: ReplyContext) -> ModelReply:
         return decode_reply(
             data,
             want_tokens=request.want_tokens,
             prompt=request.tokens,
             raw_logprobs=request.shows_logprobs,
             named=request.top_logprobs > 0,
-            about=about,
+            context=context,
             memo=request.memo,
         )
 

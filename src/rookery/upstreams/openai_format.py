@@ -19,7 +19,7 @@ from rookery.core import Message, ToolCall, ints
 from rookery.core.messages import Role
 from rookery.upstreams.error_replies import error_text, preview
 from rookery.upstreams.format import (
-    About,
+    ReplyContext,
     ReplyFormatError,
     Tops,
     WireOptions,
@@ -237,7 +237,7 @@ class _AnswerRawLogprobs(_Answer, frozen=True):
     choices: list[_ChoiceRawLogprobs] | None = None  # type: ignore[assignment]
 
 
-_UNKNOWN: Final = About()
+_UNKNOWN: Final = ReplyContext()
 _decode = msgspec.json.Decoder(_Answer).decode
 _decode_raw_logprobs = msgspec.json.Decoder(_AnswerRawLogprobs).decode
 
@@ -249,7 +249,7 @@ def decode_reply(
     prompt: bytes = b"",
     raw_logprobs: bool = False,
     named: bool = True,
-    about: About = _UNKNOWN,
+    context: ReplyContext = _UNKNOWN,
     memo: PromptCache | None = None,
 ) -> ModelReply:
     """Decode the JSON body of a complete reply. Raises `ReplyFormatError` if it is incomplete or invalid.
@@ -257,7 +257,7 @@ def decode_reply(
     With `want_tokens`, the result has the token IDs and logprobs, if the server returns token IDs. `prompt` holds
     the token IDs of the prompt, for a server that does not return them. With `raw_logprobs`, the result keeps the
     server's JSON of the logprobs. With both `raw_logprobs` and `named`, it also has the alternatives to each
-    sampled token (top logprobs), if the server names tokens by ID (`token_id:…`). `about` has values for the
+    sampled token (top logprobs), if the server names tokens by ID (`token_id:…`). `context` has values for the
     result that are not in the body, such as the replica's name. `memo` caches the prompts of the conversation, so
     that only the new part of a long prompt is converted.
     """
@@ -313,11 +313,11 @@ def decode_reply(
         prompt=prompt,
         sampled=sampled,
         logprobs=logprobs,
-        version=find_version(answer.weight_version, answer.metadata, about.version),
+        version=find_version(answer.weight_version, answer.metadata, context.version),
         prompt_tokens=len(prompt) // 4 if n_prompt is None else n_prompt,
         sampled_tokens=len(sampled) // 4 if n_sampled is None else n_sampled,
-        queued=about.queued,
-        replica=about.replica,
+        queued=context.queued,
+        replica=context.replica,
         tops=tops,
         logprob_content=as_written,
     )

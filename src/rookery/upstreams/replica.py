@@ -3,7 +3,7 @@
 Runs in runner processes and gateway shards.
 
 Guarantees:
-- an exchange (one request and its response) returns the complete response or raises `Failure`, whose `kind`
+- an exchange (one request and its response) returns the complete response or raises `ExchangeError`, whose `kind`
   decides whether the call may be retried;
 - a response that is not streamed and longer than `MAX_ANSWER` bytes is refused while it is received, not
   afterwards;
@@ -49,7 +49,7 @@ from rookery.upstreams.http_client import (
 )
 from rookery.upstreams.protocol import OnDelta, UpstreamInfo
 from rookery.upstreams.replica_choice import stable_hash
-from rookery.upstreams.retry import Kind
+from rookery.upstreams.retry import FailureKind
 from rookery.upstreams.urls import Address, redact
 
 if TYPE_CHECKING:
@@ -106,16 +106,16 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     limit: int
 
 
-class Failure(Exception):  # noqa: N818  (internal: the caller sees `error`)
+class ExchangeError(Exception):
     """Raised for an exchange without a usable response.
 
     `error` is what the caller of the model call gets if there is no retry, `kind` decides whether there is one,
     and `retry_after` is the server's `Retry-After` in seconds.
     """
 
-    def __init__(self, kind: Kind, error: UpstreamError, retry_after: float | None = None) -> None:
+    def __init__(self, kind: FailureKind, error: UpstreamError, retry_after: float | None = None) -> None:
         super().__init__(str(error))
-        self.kind: Kind = kind
+        self.kind: FailureKind = kind
         self.error = error
         self.retry_after = retry_after
 
@@ -242,7 +242,9 @@ class Replica:
 
     def _open_client(self) -> Client:
         if self._closed:
-            raise Failure("final", self.error("upstream.unreachable", "the upstream was closed before this call"))
+            raise ExchangeError(
+                "final", self.error("upstream.unreachable", "the upstream was closed before this call")
+            )
         url = self._address.endpoint("")
         self._client = Client(
             url.host or "",
@@ -351,7 +353,7 @@ class Replica:
         `model`."""
         try:
             response = await self.exchange("models", None, seconds=seconds)
-        except Failure as failure:
+        except ExchangeError as failure:
             raise failure.error from failure.__cause__
         if response.status in MISSING:  # servers of one model often have no list
             return UpstreamInfo(url=self.name)
@@ -456,14 +458,14 @@ class Replica:
         sink: DeltaSink | None,
         *,
         answering: bool,
-    ) -> Failure:
+    ) -> ExchangeError:
         """Return the failure for an exchange that ended without a complete response.
 
         `answering` is True if the head of the response had arrived.
         """
         if answering and sink is not None and not isinstance(error, TimeoutError | ResponseTooLong):
             what = f"the connection ended in the middle of the stream ({_reason(error)})"
-            return Failure("final" if sink.delivered else "dropped", self.error("upstream.cut", what))
+            return ExchangeError("final" if sink.delivered else "dropped", self.error("upstream.cut", what))
         failure = self._exchange_failure(error, seconds, call, answering=answering)
         if sink is not None and sink.delivered:
             failure.kind = "final"
@@ -471,28 +473,28 @@ class Replica:
 
     def _exchange_failure(
         self, error: HttpClientError | TimeoutError, seconds: float, call: CallProgress | None, *, answering: bool
-    ) -> Failure:
+    ) -> ExchangeError:
         match error:
             case TimeoutError() if call is not None and call.hung is not None:
-                return Failure("hung", self.hung_error(call.hung))
+                return ExchangeError("hung", self.hung_error(call.hung))
             case TimeoutError():
                 what = f"no complete reply within {seconds:.3g} s"
-                return Failure("final", self.error("upstream.timeout", what))
+                return ExchangeError("final", self.error("upstream.timeout", what))
             case ConnectError():
-                kind: Kind = "final" if error.reason in ("tls", "closed") else "connect"
-                return Failure(kind, self.error("upstream.unreachable", _reason(error)))
+                kind: FailureKind = "final" if error.reason in ("tls", "closed") else "connect"
+                return ExchangeError(kind, self.error("upstream.unreachable", _reason(error)))
             case ConnectionDropped():
-                return Failure("dropped", self.error("upstream.unreachable", _reason(error)))
+                return ExchangeError("dropped", self.error("upstream.unreachable", _reason(error)))
             case IncompleteResponse() if not answering:
                 what = "the connection was closed before a response arrived"
-                return Failure("dropped", self.error("upstream.unreachable", what))
+                return ExchangeError("dropped", self.error("upstream.unreachable", what))
             case ResponseTooLong():
                 what = f"the response is longer than {MAX_ANSWER >> 20} MB"
-                return Failure("final", self.error("upstream.protocol", what))
+                return ExchangeError("final", self.error("upstream.protocol", what))
             case InvalidResponse():
                 what = f"the response is not valid HTTP ({_reason(error)})"
-                return Failure("final", self.error("upstream.protocol", what))
-        return Failure("final", self.error("upstream.protocol", _reason(error)))
+                return ExchangeError("final", self.error("upstream.protocol", what))
+        return ExchangeError("final", self.error("upstream.protocol", _reason(error)))
 
     async def _read(self, response: Response) -> bytes:
         if not 200 <= response.status < 300:
@@ -500,16 +502,16 @@ class Replica:
         if (packed := response.headers.get("Content-Encoding", "identity")) != "identity":
             response.close()
             what = f"the response has the content encoding {packed[:40]!r}, which was not requested"
-            raise Failure("final", self.error("upstream.protocol", what))
+            raise ExchangeError("final", self.error("upstream.protocol", what))
         return await response.read(MAX_ANSWER)
 
-    def refusal(self, answer: RawResponse) -> tuple[Failure, ServerError]:
+    def refusal(self, answer: RawResponse) -> tuple[ExchangeError, ServerError]:
         """Convert a response with an error status or a redirect to a failure. Also return the server's parsed
         error."""
         status = answer.status
         server_error = parse_error(answer.body)
         message = f"answered {status}" + (f": {server_error.text}" if server_error.text else "")
-        kind: Kind = "final"
+        kind: FailureKind = "final"
         after = None
         if status in (429, 503, 529):
             kind, cause = "overloaded", "upstream.overloaded"
@@ -527,7 +529,7 @@ class Replica:
             cause = "upstream.protocol"
             if location := answer.headers.get("Location"):
                 message = f"answered {status}, a redirect to {redact(location)[:200]!r}"
-        return Failure(kind, self.error(cause, message), after), server_error
+        return ExchangeError(kind, self.error(cause, message), after), server_error
 
 
 class _Model(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rookery.core.lifetimes import detached_context
 from rookery.upstreams.hang_detector import HangDetector
-from rookery.upstreams.replica import Failure, Replica
+from rookery.upstreams.replica import ExchangeError, Replica
 
 log = logging.getLogger("rookery.upstreams")
 
@@ -27,20 +27,20 @@ the connection is closed."""
 class ReplicaMaintenance:
     """Sends the background requests of one upstream.
 
-    `query_size` returns how many calls a replica processes at once, or None if it does not report that. `share` is
-    the number of processes that share the replicas.
+    `query_concurrency_limit` returns how many calls a replica processes at once, or None if it does not report
+    that. `share` is the number of processes that share the replicas.
     """
 
     def __init__(
         self,
         health_path: str,
         hangs: HangDetector,
-        query_size: Callable[[Replica], Awaitable[int | None]],
+        query_concurrency_limit: Callable[[Replica], Awaitable[int | None]],
         share: int,
     ) -> None:
         self._health_path = health_path
         self._hangs = hangs
-        self._query_size = query_size
+        self._query_concurrency_limit = query_concurrency_limit
         self._share = share
         self.tasks: set[asyncio.Task[None]] = set()
         """The asyncio tasks that have not ended."""
@@ -84,7 +84,7 @@ class ReplicaMaintenance:
                 log.warning("%s answers again", replica.name)
             else:
                 health.failed("gone", problem, now=loop.time())
-        except Failure as failure:
+        except ExchangeError as failure:
             health.failed("gone", str(failure.error), now=loop.time())
         finally:
             health.unprobed(now=loop.time())
@@ -94,19 +94,19 @@ class ReplicaMaintenance:
     def refresh(self, replica: Replica) -> None:
         """Query how many calls a replica processes at once, and adjust its concurrency limit."""
         replica.refresh_at = asyncio.get_running_loop().time() + REFRESH_SECONDS
-        self._start(self._resize(replica))
+        self._start(self._update_concurrency_limit(replica))
 
-    async def _resize(self, replica: Replica) -> None:
+    async def _update_concurrency_limit(self, replica: Replica) -> None:
         try:
-            size = await self._query_size(replica)
-        except Failure as failure:
+            limit = await self._query_concurrency_limit(replica)
+        except ExchangeError as failure:
             log.debug("the replica %s does not report its concurrency limit: %s", replica.name, failure.error)
             return
-        if size is None or size < 1:
+        if limit is None or limit < 1:
             return
-        slots = -(-size // self._share)
+        slots = -(-limit // self._share)
         if slots != replica.limit:
-            log.info("the replica %s processes %d calls at once", replica.name, size)
+            log.info("the replica %s processes %d calls at once", replica.name, limit)
             replica.gate.resize(slots)
 
     # ---- abort requests
@@ -120,5 +120,5 @@ class ReplicaMaintenance:
         async with self._abort_slots:
             try:
                 await replica.exchange(path, body, seconds=ABORT_SECONDS)
-            except Failure as failure:
+            except ExchangeError as failure:
                 log.debug("the request to abort a model call failed: %s", failure.error)

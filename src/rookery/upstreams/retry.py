@@ -29,7 +29,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-Kind: TypeAlias = Literal["connect", "dropped", "overloaded", "gateway", "error", "hung", "final"]
+FailureKind: TypeAlias = Literal["connect", "dropped", "overloaded", "gateway", "error", "hung", "final"]
 
 MAX_RETRY_AFTER = 60.0
 
@@ -43,7 +43,7 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True):
 
     def delay(
         self,
-        kind: Kind,
+        kind: FailureKind,
         *,
         attempt: int,
         elapsed: float,

@@ -21,8 +21,8 @@ import msgspec
 from rookery.core import Message, ints
 from rookery.upstreams.error_replies import ServerError, error_text, parse_error, preview
 from rookery.upstreams.format import (
-    About,
     ErrorReply,
+    ReplyContext,
     ReplyFormatError,
     StreamParser,
     Tops,
@@ -31,7 +31,7 @@ from rookery.upstreams.format import (
     parse_finish,
     parse_version,
 )
-from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
+from rookery.upstreams.http_upstream import CONCURRENCY_QUERY_SECONDS, HttpUpstream
 from rookery.upstreams.openai import OpenAIFormat
 from rookery.upstreams.openai_format import RESERVED, Id, encode_request
 from rookery.upstreams.protocol import LoadMetrics, ModelReply, ModelRequest
@@ -206,7 +206,7 @@ class Generate:
         body["rid"] = request.id
         return _encode(body)
 
-    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
+    def decode(self, data: bytes, request: ModelRequest, context: ReplyContext) -> ModelReply:
         answer, meta = read_answer(data)
         if meta.finish_reason is None:
             raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
@@ -223,11 +223,11 @@ class Generate:
             prompt=request.tokens,
             sampled=ints(ids),
             logprobs=b"" if entries is None else pack_logprobs(_same(ids, entries)),
-            version=about.version if version is None else version,
+            version=context.version if version is None else version,
             prompt_tokens=len(request.tokens) // 4,
             sampled_tokens=len(ids),
-            queued=about.queued,
-            replica=about.replica,
+            queued=context.queued,
+            replica=context.replica,
             tops=tuple(read_alternatives(meta.output_top_logprobs)) if request.top_logprobs else (),
         )
 
@@ -380,9 +380,9 @@ class SglangUpstream(HttpUpstream):
     def abort_request(self, request: ModelRequest) -> tuple[str, bytes] | None:
         return "/abort_request", _encode({"rid": request.id})
 
-    async def size(self, replica: Replica) -> int | None:
+    async def query_concurrency_limit(self, replica: Replica) -> int | None:
         for path in ("/server_info", "/get_server_info"):
-            answer = await replica.exchange(path, None, seconds=SIZE_SECONDS)
+            answer = await replica.exchange(path, None, seconds=CONCURRENCY_QUERY_SECONDS)
             if answer.status not in MISSING:
                 break
         if answer.status != 200:

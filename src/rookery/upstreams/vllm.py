@@ -21,8 +21,8 @@ import msgspec
 from rookery.core import Message, ints
 from rookery.upstreams.error_replies import error_text, parse_error, preview
 from rookery.upstreams.format import (
-    About,
     ErrorReply,
+    ReplyContext,
     ReplyFormatError,
     StreamParser,
     Tops,
@@ -30,7 +30,7 @@ from rookery.upstreams.format import (
     pack_logprobs,
     parse_finish,
 )
-from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
+from rookery.upstreams.http_upstream import CONCURRENCY_QUERY_SECONDS, HttpUpstream
 from rookery.upstreams.logprobs import Logprobs, logprob_values, read_logprobs
 from rookery.upstreams.openai import OpenAIFormat, with_extra
 from rookery.upstreams.openai_format import RESERVED, Id, encode_request
@@ -122,7 +122,7 @@ class Generate:
             body["request_id"] = request.id
         return _encode(body)
 
-    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
+    def decode(self, data: bytes, request: ModelRequest, context: ReplyContext) -> ModelReply:
         answer = _read(data, request)
         if not answer.choices:
             detail = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
@@ -142,11 +142,11 @@ class Generate:
             prompt=request.tokens,
             sampled=ints(ids),
             logprobs=b"" if values is None else pack_logprobs(values),
-            version=about.version,
+            version=context.version,
             prompt_tokens=len(request.tokens) // 4,
             sampled_tokens=len(ids),
-            queued=about.queued,
-            replica=about.replica,
+            queued=context.queued,
+            replica=context.replica,
             tops=tops,
         )
 
@@ -240,8 +240,8 @@ class VllmUpstream(HttpUpstream):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
 
-    async def size(self, replica: Replica) -> int | None:
-        answer = await replica.exchange("/server_info?config_format=json", None, seconds=SIZE_SECONDS)
+    async def query_concurrency_limit(self, replica: Replica) -> int | None:
+        answer = await replica.exchange("/server_info?config_format=json", None, seconds=CONCURRENCY_QUERY_SECONDS)
         if answer.status != 200:
             return None
         try:
