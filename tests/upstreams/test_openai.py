@@ -88,7 +88,7 @@ async def test_long_requests_and_long_answers_go_through():
 
 
 async def test_endless_reply_is_refused_while_it_arrives(monkeypatch):
-    monkeypatch.setattr("rookery.upstreams.replica.MAX_ANSWER", 1 << 20)
+    monkeypatch.setattr("rookery.upstreams.replica.MAX_RESPONSE_BYTES", 1 << 20)
     async with ModelServer(Answer("z" * 3_000_000, chunked=True)) as server, upstream(server.url) as up:
         assert "1 MB" in await fails(up, "upstream.protocol")
         server.default = Answer("z" * 3_000_000)

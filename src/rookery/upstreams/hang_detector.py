@@ -345,18 +345,20 @@ class HangDetector:
 
     async def _health(self, replica: Replica) -> str:
         try:
-            answer = await replica.exchange(self._health_path, None, seconds=HEALTH_SECONDS)
+            response = await replica.exchange(self._health_path, None, seconds=HEALTH_SECONDS)
         except ExchangeError as failure:
             return f"failed ({failure.error.code})"
-        return "ok" if answer.status < 500 else f"failed (status {answer.status})"
+        return "ok" if response.status < 500 else f"failed (status {response.status})"
 
     async def _is_paused(self, replica: Replica) -> bool:
         """Return True if the inference engine says that it is paused or sleeps. Servers that cannot say so are
         not paused."""
         for path in self._pause_paths:
             try:
-                answer = await replica.exchange(path, None, seconds=HEALTH_SECONDS / 2)
-                if answer.status == 200 and any(msgspec.json.decode(answer.body, type=dict[str, bool]).values()):
+                response = await replica.exchange(path, None, seconds=HEALTH_SECONDS / 2)
+                if response.status == 200 and any(
+                    msgspec.json.decode(response.body, type=dict[str, bool]).values()
+                ):
                     return True
             except (ExchangeError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
@@ -364,13 +366,13 @@ class HangDetector:
 
     async def _load(self, replica: Replica) -> EngineLoad | None:
         try:
-            answer = await replica.exchange("/metrics", None, seconds=HEALTH_SECONDS)
+            response = await replica.exchange("/metrics", None, seconds=HEALTH_SECONDS)
         except ExchangeError:
             return None
-        if answer.status != 200:
+        if response.status != 200:
             return None
         own = self._load_metrics
-        return parse_engine_load(answer.body, (own,) if own else await asyncio.to_thread(list_load_metrics))
+        return parse_engine_load(response.body, (own,) if own else await asyncio.to_thread(list_load_metrics))
 
     async def _sample(self, replica: Replica) -> str:
         """Request one token, and return the value for `ReplicaReport.sample`.
@@ -388,13 +390,13 @@ class HangDetector:
             left = deadline - asyncio.get_running_loop().time()
             try:
                 body = msgspec.json.encode({**options, **prompt})
-                answer = await replica.exchange(path, body, seconds=max(0.1, left))
+                response = await replica.exchange(path, body, seconds=max(0.1, left))
             except ExchangeError as failure:
                 return f"failed ({failure.error.code})"
-            if answer.status < 300:
+            if response.status < 300:
                 return "answered"
-            if answer.status >= 500 and answer.status not in (501, 503, 529):
-                return f"failed (status {answer.status})"
+            if response.status >= 500 and response.status not in (501, 503, 529):
+                return f"failed (status {response.status})"
         return "refused"
 
     async def has_recovered(self, replica: Replica) -> bool:

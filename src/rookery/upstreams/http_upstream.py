@@ -314,11 +314,11 @@ class HttpUpstream:
                 self.hangs.watch(self.replicas)
             progress = CallProgress(replica, request.affinity, started, started, started, stream)
             seconds = call.timeout - call.elapsed
-            answer = await replica.exchange(endpoint.path, body, seconds=seconds, call=progress, sink=sink)
-            reply = self._read_reply(call, sent, answer, version)
+            response = await replica.exchange(endpoint.path, body, seconds=seconds, call=progress, sink=sink)
+            reply = self._read_reply(call, sent, response, version)
         except ErrorReply as raised:
-            answer = RawResponse(raised.error.status, {}, raised.data)
-            raise self._refusal(call, sent, answer) from None
+            response = RawResponse(raised.error.status, {}, raised.data)
+            raise self._refusal(call, sent, response) from None
         except ReplyFormatError as error:
             self._abandon(replica, request)
             raise ExchangeError("final", replica.error("upstream.protocol", str(error))) from error
@@ -330,40 +330,44 @@ class HttpUpstream:
             replica.gate.release()
             call.elapsed += loop.time() - started
         self._note_success(replica, call.omit, started)
-        if on_delta is not None and (sink is None or answer.body):
+        if on_delta is not None and (sink is None or response.body):
             await on_delta(delta_from_reply(reply))
         return reply
 
-    def _read_reply(self, call: _Call, sent: _Sent, answer: RawResponse, version: int) -> ModelReply:
+    def _read_reply(self, call: _Call, sent: _Sent, response: RawResponse, version: int) -> ModelReply:
         """Parse the response to a call. `version` is the policy version to use if the response has none.
 
         Raises `ExchangeError`, `_Resend`, `Truncation`, `ErrorReply` or `ReplyFormatError` if it is not a complete
         reply.
         """
-        context = ReplyContext(answer.version(version), call.queued, sent.replica.name)
-        if sent.sink is not None and not answer.body and answer.status == 200:
+        context = ReplyContext(response.version(version), call.queued, sent.replica.name)
+        if sent.sink is not None and not response.body and response.status == 200:
             if missing := sent.sink.parser.ended():
                 kind: FailureKind = "final" if sent.sink.delivered else "dropped"
                 raise ExchangeError(kind, sent.replica.error("upstream.cut", missing))
             return sent.sink.parser.reply(context)
-        if not 200 <= answer.status < 300:
-            raise self._refusal(call, sent, answer)
-        return sent.format.decode(answer.body, call.request, context)
+        if not 200 <= response.status < 300:
+            raise self._refusal(call, sent, response)
+        return sent.format.decode(response.body, call.request, context)
 
-    def _refusal(self, call: _Call, sent: _Sent, answer: RawResponse) -> Exception:
+    def _refusal(self, call: _Call, sent: _Sent, response: RawResponse) -> Exception:
         """Return the exception to raise for a response that is not a success.
 
         This is an `ExchangeError`, a `Truncation` if the context is full, or `_Resend` if the call can be sent
         again without what the server rejected.
         """
         replica, endpoint, options, sink = sent
-        failure, server_error = replica.refusal(answer)
+        failure, server_error = replica.refusal(response)
         if sink is not None and sink.delivered:
             failure.kind = "final"
             return failure
-        if answer.status in (*MISSING, 403) and endpoint is self.token_format and self.fallback_format is not None:
+        if (
+            response.status in (*MISSING, 403)
+            and endpoint is self.token_format
+            and self.fallback_format is not None
+        ):
             return _Resend(call.omit | {endpoint.path})
-        if answer.status in (400, 413, 422):
+        if response.status in (400, 413, 422):
             request, sampling = call.request, call.request.sampling
             if is_context_full(server_error, sampling.max_tokens):
                 return Truncation("context", replica.scrub(f"{replica.name}: {server_error.text}"))
@@ -374,7 +378,7 @@ class HttpUpstream:
                 fields.add("stream_options")
             if call.chose_seed:
                 fields.add("seed")
-            if field := find_refused_field(server_error, answer.body, fields - call.omit):
+            if field := find_refused_field(server_error, response.body, fields - call.omit):
                 return _Resend(call.omit | {field})
         return failure
 
@@ -583,7 +587,7 @@ class HttpUpstream:
         Returns True, with a warning in the log, if the server cannot be reached.
         """
         try:
-            answer = await replica.exchange(path, body, seconds=seconds)
+            response = await replica.exchange(path, body, seconds=seconds)
         except ExchangeError as failure:
             if failure.kind == "connect":
                 log.warning(
@@ -593,10 +597,10 @@ class HttpUpstream:
                 )
                 return True
             raise
-        if answer.status in MISSING:
+        if response.status in MISSING:
             return False
-        if not 200 <= answer.status < 300:
-            raise replica.refusal(answer)[0]
+        if not 200 <= response.status < 300:
+            raise replica.refusal(response)[0]
         return True
 
     async def _ask_replicas(self, ask: Callable[[Replica], Awaitable[T]]) -> list[T | UpstreamError]:

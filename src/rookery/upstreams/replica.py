@@ -5,7 +5,7 @@ Runs in runner processes and gateway shards.
 Guarantees:
 - an exchange (one request and its response) returns the complete response or raises `ExchangeError`, whose `kind`
   decides whether the call may be retried;
-- a response that is not streamed and longer than `MAX_ANSWER` bytes is refused while it is received, not
+- a response that is not streamed and longer than `MAX_RESPONSE_BYTES` is refused while it is received, not
   afterwards;
 - the bytes of a stream are passed on as they arrive; a slow consumer slows the server down;
 - a stream that ends in the middle is a failure, and may be retried only if nothing was passed on;
@@ -55,15 +55,15 @@ from rookery.upstreams.urls import Address, redact
 if TYPE_CHECKING:
     from rookery.upstreams.hang_detector import UpstreamEvidence
 
-MAX_ANSWER: Final = 256 << 20
-MAX_COMPLAINT: Final = 64 << 10
+MAX_RESPONSE_BYTES: Final = 256 << 20
+MAX_ERROR_BODY_BYTES: Final = 64 << 10
 CONNECT_SECONDS: Final = 10.0
 STREAM_END_SECONDS: Final = 5.0
 """Timeout in seconds for the end of a stream, after its finish reason has arrived."""
-_AHEAD: Final = 64 << 10
+_STREAM_BUFFER_BYTES: Final = 64 << 10
 """Reading from the connection stops when more than this many bytes of a stream wait for a slow `on_delta`
 callback."""
-_DRAINS: Final = 256
+_MAX_DRAINING: Final = 256
 MISSING: Final = (404, 405, 501)
 """HTTP statuses with which servers respond to a request for an endpoint that they do not have."""
 _JSON_HEADERS: Final = {"Accept": "application/json", "Content-Type": "application/json"}
@@ -252,7 +252,7 @@ class Replica:
             ssl=url.scheme == "https",
             headers=self._headers,
             connect=CONNECT_SECONDS,
-            buffer=_AHEAD,
+            buffer=_STREAM_BUFFER_BYTES,
             retry_stale=False,
         )
         return self._client
@@ -341,7 +341,7 @@ class Replica:
         Servers end the response a moment after they announce the end of the stream. Closing the connection in that
         moment would cost a new connection for every call.
         """
-        if drain and not response.done and len(self.draining) < _DRAINS and not self._closed:
+        if drain and not response.done and len(self.draining) < _MAX_DRAINING and not self._closed:
             task = asyncio.get_running_loop().create_task(_drain(response), context=detached_context())
             self.draining.add(task)
             task.add_done_callback(self.draining.discard)
@@ -489,7 +489,7 @@ class Replica:
                 what = "the connection was closed before a response arrived"
                 return ExchangeError("dropped", self.error("upstream.unreachable", what))
             case ResponseTooLong():
-                what = f"the response is longer than {MAX_ANSWER >> 20} MB"
+                what = f"the response is longer than {MAX_RESPONSE_BYTES >> 20} MB"
                 return ExchangeError("final", self.error("upstream.protocol", what))
             case InvalidResponse():
                 what = f"the response is not valid HTTP ({_reason(error)})"
@@ -498,24 +498,24 @@ class Replica:
 
     async def _read(self, response: Response) -> bytes:
         if not 200 <= response.status < 300:
-            return await response.read(MAX_COMPLAINT, cut=True)
+            return await response.read(MAX_ERROR_BODY_BYTES, cut=True)
         if (packed := response.headers.get("Content-Encoding", "identity")) != "identity":
             response.close()
             what = f"the response has the content encoding {packed[:40]!r}, which was not requested"
             raise ExchangeError("final", self.error("upstream.protocol", what))
-        return await response.read(MAX_ANSWER)
+        return await response.read(MAX_RESPONSE_BYTES)
 
-    def refusal(self, answer: RawResponse) -> tuple[ExchangeError, ServerError]:
+    def refusal(self, response: RawResponse) -> tuple[ExchangeError, ServerError]:
         """Convert a response with an error status or a redirect to a failure. Also return the server's parsed
         error."""
-        status = answer.status
-        server_error = parse_error(answer.body)
+        status = response.status
+        server_error = parse_error(response.body)
         message = f"answered {status}" + (f": {server_error.text}" if server_error.text else "")
         kind: FailureKind = "final"
         after = None
         if status in (429, 503, 529):
             kind, cause = "overloaded", "upstream.overloaded"
-            after = retry_after(answer.headers.get("Retry-After"))
+            after = retry_after(response.headers.get("Retry-After"))
         elif status >= 500:
             kind = "gateway" if status == 502 else "final" if status == 504 else "error"
             cause = "upstream.error"
@@ -527,7 +527,7 @@ class Replica:
             cause = "upstream.rejected"
         else:
             cause = "upstream.protocol"
-            if location := answer.headers.get("Location"):
+            if location := response.headers.get("Location"):
                 message = f"answered {status}, a redirect to {redact(location)[:200]!r}"
         return ExchangeError(kind, self.error(cause, message), after), server_error
 

@@ -75,9 +75,9 @@ class ReplicaMaintenance:
                 recovered = await self._hangs.has_recovered(replica)
                 problem = f"{replica.name} still hangs"
             else:
-                answer = await replica.exchange(self._health_path, None, seconds=PROBE_SECONDS)
-                recovered = answer.status < 500
-                problem = "" if recovered else str(replica.refusal(answer)[0].error)
+                response = await replica.exchange(self._health_path, None, seconds=PROBE_SECONDS)
+                recovered = response.status < 500
+                problem = "" if recovered else str(replica.refusal(response)[0].error)
             if recovered:
                 replica.hung = False
                 health.answered()

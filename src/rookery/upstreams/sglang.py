@@ -382,13 +382,13 @@ class SglangUpstream(HttpUpstream):
 
     async def query_concurrency_limit(self, replica: Replica) -> int | None:
         for path in ("/server_info", "/get_server_info"):
-            answer = await replica.exchange(path, None, seconds=CONCURRENCY_QUERY_SECONDS)
-            if answer.status not in MISSING:
+            response = await replica.exchange(path, None, seconds=CONCURRENCY_QUERY_SECONDS)
+            if response.status not in MISSING:
                 break
-        if answer.status != 200:
+        if response.status != 200:
             return None
         try:
-            info = _decode_info(answer.body)
+            info = _decode_info(response.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         per_rank = [state.effective_max_running_requests_per_dp or 0 for state in info.internal_states]

@@ -241,11 +241,13 @@ class VllmUpstream(HttpUpstream):
             return False
 
     async def query_concurrency_limit(self, replica: Replica) -> int | None:
-        answer = await replica.exchange("/server_info?config_format=json", None, seconds=CONCURRENCY_QUERY_SECONDS)
-        if answer.status != 200:
+        response = await replica.exchange(
+            "/server_info?config_format=json", None, seconds=CONCURRENCY_QUERY_SECONDS
+        )
+        if response.status != 200:
             return None
         try:
-            config = _decode_info(answer.body).vllm_config
+            config = _decode_info(response.body).vllm_config
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return config.scheduler_config.max_num_seqs * max(1, config.parallel_config.data_parallel_size)
