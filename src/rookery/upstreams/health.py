@@ -14,6 +14,13 @@ from typing import Final, Literal, TypeAlias
 HealthSignal: TypeAlias = Literal["gone", "failing"]
 """The way a call to a replica failed. `gone`: the server could not be reached, or dropped the connection.
 `failing`: it responded with an error, too late or incompletely."""
+SIGNALS_BY_FAILURE: Final[dict[str, HealthSignal]] = {
+    "connect": "gone",
+    "dropped": "gone",
+    "gateway": "gone",
+    "error": "failing",
+}
+"""The signals of failures, by `FailureKind`. Failures of other kinds are no signal by themselves."""
 
 STRIKES: Final = 3
 SHORTEST: Final = 1.0

@@ -45,7 +45,7 @@ from rookery.upstreams.format import (
     delta_from_reply,
 )
 from rookery.upstreams.hang_detector import RECENT_SECONDS, HangDetector, UpstreamEvidence
-from rookery.upstreams.health import HealthSignal
+from rookery.upstreams.health import SIGNALS_BY_FAILURE
 from rookery.upstreams.protocol import (
     UNLIMITED,
     LoadMetrics,
@@ -90,12 +90,6 @@ CONCURRENCY_QUERY_SECONDS: Final = 10.0
 T = TypeVar("T")
 _UNFINISHED: Final = ("upstream.timeout", "upstream.cut", "upstream.hung")
 """Causes of failures after which the inference engine may still be working on the call."""
-_HEALTH_SIGNALS: Final[dict[str, HealthSignal]] = {
-    "connect": "gone",
-    "dropped": "gone",
-    "gateway": "gone",
-    "error": "failing",
-}
 
 
 class _Resend(Exception):  # noqa: N818  (control flow: never leaves this module)
@@ -185,10 +179,8 @@ class HttpUpstream:
         replicas = [Replica(a, concurrency=slots, key=key) for a in addresses.values()]
         self.config = config
         self.replicas = replicas
-        if (
-            config.concurrency is None
-            and type(self).query_concurrency_limit is not HttpUpstream.query_concurrency_limit
-        ):
+        reports_limit = type(self).query_concurrency_limit is not HttpUpstream.query_concurrency_limit
+        if config.concurrency is None and reports_limit:
             for replica in replicas:
                 replica.refresh_at = 0.0
         self.name = config.kind
@@ -361,11 +353,8 @@ class HttpUpstream:
         if sink is not None and sink.delivered:
             failure.kind = "final"
             return failure
-        if (
-            response.status in (*MISSING, 403)
-            and endpoint is self.token_format
-            and self.fallback_format is not None
-        ):
+        lacks_endpoint = response.status in (*MISSING, 403)
+        if lacks_endpoint and endpoint is self.token_format and self.fallback_format is not None:
             return _Resend(call.omit | {endpoint.path})
         if response.status in (400, 413, 422):
             request, sampling = call.request, call.request.sampling
@@ -437,14 +426,11 @@ class HttpUpstream:
             )
 
     def _note_failure(self, replica: Replica, failure: ExchangeError, now: float) -> None:
-        signal = _HEALTH_SIGNALS.get(failure.kind)
+        signal = SIGNALS_BY_FAILURE.get(failure.kind)
         if signal is None and failure.error.code in ("upstream.timeout", "upstream.cut"):
             signal = "failing"
-        if (
-            signal is not None
-            and replica.health.failed(signal, str(failure.error), now=now)
-            and len(self.replicas) > 1
-        ):
+        excluded = signal is not None and replica.health.failed(signal, str(failure.error), now=now)
+        if excluded and len(self.replicas) > 1:
             log.warning("a replica receives no calls until it answers a probe: %s", failure.error)
 
     # ---- requests
