@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect as mi
 
-from rookery.core import Extra, Limits, Message, Segment, Span, Turn, floats, ints
+from rookery.core import Extra, Limits, Message, SandboxSpec, Segment, Span, Turn, floats, ints
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 integers = st.integers(-(2**63), 2**63 - 1)
@@ -70,6 +70,21 @@ def limits(draw: st.DrawFn) -> Limits:
     return Limits(**counts, **seconds)
 
 
+@st.composite
+def sandbox_specs(draw: st.DrawFn) -> SandboxSpec:
+    counts, numbers = st.integers(1, 2**63 - 1), st.floats(min_value=1e-9, max_value=1e9)
+    limits = {
+        **dict.fromkeys(("memory", "pids", "disk"), st.none() | counts),
+        **dict.fromkeys(("cpus", "cpu_seconds"), st.none() | numbers),
+        "wall": numbers,
+        "output": counts,
+    }
+    fields = {each.encode_name: each.type for each in mi.type_info(SandboxSpec).fields}
+    return SandboxSpec(
+        **{name: draw(limits[name] if name in limits else _strategy_for(kind)) for name, kind in fields.items()}
+    )
+
+
 tokens = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6)
 logprob = st.floats(max_value=0.0, min_value=-1e6, width=32)
 
@@ -115,7 +130,12 @@ def segments(draw: st.DrawFn) -> Segment:
     )
 
 
-_custom: dict[Any, st.SearchStrategy[Any]] = {Limits: limits(), Turn: turns(), Segment: segments()}
+_custom: dict[Any, st.SearchStrategy[Any]] = {
+    Limits: limits(),
+    SandboxSpec: sandbox_specs(),
+    Segment: segments(),
+    Turn: turns(),
+}
 
 
 def structs(module: Any) -> list[type[msgspec.Struct]]:

@@ -123,8 +123,9 @@ class Context:
         """Return a model for calls outside of the main conversation. Each call is recorded as a separate branch.
 
         If `trained`, the policy answers and its tokens are trained on. Otherwise the calls go to the model of the
-        role `sub` and are not trained on. The caller must limit how many calls are made. If a call raises
-        `Truncation`, the caller may catch it: the attempt is not truncated by it.
+        role `sub` or, if that role is not configured, to the policy's inference engine, and their tokens are not
+        trained on. The caller must limit how many calls are made. If a call raises `Truncation`, the caller may
+        catch it: the attempt is not truncated by it.
         """
         return self._session.sub_model(trained=trained)
 

@@ -1,7 +1,7 @@
 """Decide who is at fault when a grader produces no verdict: the submission, the task or the infrastructure.
 
-The controller is pure: it receives how each execution of the grader ended and returns what to do next. The graders
-of code tasks and of SWE tasks both use it.
+`FaultAttribution` does no I/O: it receives how each execution of the grader ended and returns what to do next. The
+graders of code tasks and of SWE tasks both use it.
 
 Guarantees:
 - A grader that times out, runs out of memory or output, crashes, or finds no test is run once more. If it fails

@@ -1,4 +1,4 @@
-"""The score of a rollout (one attempt at a task), and the check that every score must pass.
+"""The score of a rollout, and the check that every score must pass.
 
 The reward must be a finite number in the range that the environment declares. All other numbers of a score must be
 finite.

@@ -1,4 +1,4 @@
-"""Decide whether a replica (one server of an upstream) receives calls: a pure controller without clock or I/O.
+"""Decide whether a replica (one server of an upstream) receives calls. Does no I/O and reads no clock.
 
 Guarantees:
 - an unreachable replica is excluded at once, and a replica that fails in another way after `STRIKES` failures in a
