@@ -137,11 +137,12 @@ def test_run_of_an_environment_without_score_exits_with_2(tmp_path: Path) -> Non
 
 WATCHED = """
 import sys, time, types
-from rookery.environments.import_watchdog import ImportHangError, import_watchdog
+from rookery.environments import import_watchdog
+import_watchdog.IDLE_SECONDS, import_watchdog.BUSY_SECONDS = {idle}, {busy}
 try:
-    with import_watchdog("env.py", {idle}, {busy}):
+    with import_watchdog.import_watchdog("env.py"):
         {work}
-except ImportHangError as error:
+except import_watchdog.ImportHangError as error:
     print("hangs", error)
 """
 

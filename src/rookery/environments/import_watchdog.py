@@ -38,8 +38,8 @@ class ImportHangError(UsageError):
 def import_watchdog(source: str) -> Iterator[None]:
     """Raise `ImportHangError` inside the block if the import of `source`, which runs there, hangs.
 
-    `idle` and `busy` are the seconds without progress after which an import counts as hung: without CPU use, and
-    in any case.
+    An import hangs after `IDLE_SECONDS` without progress and almost without CPU use, or after `BUSY_SECONDS`
+    without progress.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
