@@ -431,6 +431,8 @@ def test_wrong_fields_of_struct_options_are_refused_at_construction(option: dict
         {"sandbox": SandboxSpec(env={"A": 1})},  # type: ignore[dict-item]
         {"roles": {"judge": "embedded"}},
         {"prices": {"m": 3}},
+        {"cache": Path("cache")},
+        {"rendering": {"tokenizer": Path("tokenizer")}},
     ],
     ids=str,
 )

@@ -289,12 +289,14 @@ def check_types(config: EngineConfig) -> None:
         if value is not None and value not in known:
             hint = suggestion(str(value), known)
             raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}{hint}")
-    plain = msgspec.to_builtins(msgspec.structs.replace(config, arguments={}, stream={}))
-    try:
-        msgspec.convert(plain, EngineConfig)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$.")
-        raise UsageError(f"{path.rstrip('`') or 'the configuration'}: {text[:1].lower()}{text[1:]}") from None
+    for field in msgspec.structs.fields(EngineConfig):
+        if field.name in ("arguments", "stream"):
+            continue
+        try:
+            msgspec.convert(msgspec.to_builtins(getattr(config, field.name)), field.type)
+        except (msgspec.ValidationError, TypeError) as error:  # `to_builtins` raises TypeError
+            text, _, path = str(error).partition(" - at `$")
+            raise UsageError(f"{field.name}{path.rstrip('`')}: {text[:1].lower()}{text[1:]}") from None
 
 
 def environment_reference(config: EngineConfig) -> EnvironmentRef:
