@@ -425,6 +425,10 @@ def test_wrong_fields_of_struct_options_are_refused_at_construction(option: dict
         {"log_format": "xml"},
         {"runners": "2"},
         {"concurrency": 1.5},
+        {"breaker": "0.5"},
+        {"top_logprobs": "5"},
+        {"wait_for_upstream": "60"},
+        {"block_limit": "30"},
         {"seed": "x"},
         {"sampling": Sampling(temperature="hot")},  # type: ignore[arg-type]
         {"sandbox": SandboxSpec(network="modle")},  # type: ignore[arg-type]

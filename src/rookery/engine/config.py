@@ -175,14 +175,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise UsageError("shared files (--shared-files) are for runs on a cluster: add --cluster")
         _at_least("warm", self.warm or 0, 0)
         _at_least("retry.attempts", self.retry.attempts, 1)
-        if self.breaker is not None and not 0 < self.breaker <= 1:
-            raise UsageError(f"breaker must be above 0 and at most 1, or None, got {self.breaker}")
-        if not 0 <= self.top_logprobs <= MAX_ALTERNATIVES:
-            raise UsageError(f"top_logprobs must be from 0 to {MAX_ALTERNATIVES}, got {self.top_logprobs}")
+        if self.breaker is not None and not (_is_number(self.breaker) and 0 < self.breaker <= 1):
+            raise UsageError(f"breaker must be above 0 and at most 1, or None, got {self.breaker!r}")
+        if not (_is_number(self.top_logprobs) and 0 <= self.top_logprobs <= MAX_ALTERNATIVES):
+            raise UsageError(f"top_logprobs must be from 0 to {MAX_ALTERNATIVES}, got {self.top_logprobs!r}")
         if self.replica_concurrency is not None:
             _at_least("replica_concurrency", self.replica_concurrency, 1)
-        if not 0 <= self.wait_for_upstream < float("inf"):
-            raise UsageError(f"wait_for_upstream must be at least 0 seconds, got {self.wait_for_upstream}")
+        if not (_is_number(self.wait_for_upstream) and 0 <= self.wait_for_upstream < float("inf")):
+            raise UsageError(f"wait_for_upstream must be at least 0 seconds, got {self.wait_for_upstream!r}")
         self._check_public()
         self._check_unrecorded()
         if self.metrics:
@@ -191,8 +191,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             self.trace_settings.check()
         elif self.trace_content:
             raise UsageError("content in traces (--trace-content) needs the endpoint of traces: add --traces URL")
-        if not self.block_limit > 0:
-            raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
+        if not (_is_number(self.block_limit) and self.block_limit > 0):
+            raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit!r}")
 
     def _check_unrecorded(self) -> None:
         """Raise `UsageError` for settings that only a gateway can apply, if the run has none."""
@@ -274,6 +274,10 @@ def with_policy_options(config: EngineConfig) -> EngineConfig:
 def _at_least(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or value < low:
         raise UsageError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def check_types(config: EngineConfig) -> None:
