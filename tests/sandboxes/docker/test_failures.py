@@ -229,6 +229,12 @@ async def test_next_provider_removes_containers_of_a_killed_owner(
     assert len(reap(tmp_path / "dead", now=time.time())) == count + 1
 
 
+def test_boot_label_is_empty_if_the_boot_id_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(leases, "read_boot_id", lambda: "")
+    labels = orphans.make_labels(leases.create_lease("one", "r", "a", "docker", tmp_path))
+    assert labels[orphans.BOOT] == ""
+
+
 def test_only_containers_of_dead_owners_are_reaped(engine: PrivateEngine, tmp_path: Path) -> None:
     """The containers are never started, so they do not end by themselves."""
     dead = subprocess.Popen(["true"])
@@ -236,7 +242,7 @@ def test_only_containers_of_dead_owners_are_reaped(engine: PrivateEngine, tmp_pa
     mine = leases.create_lease("mine", "r", "a", "docker", tmp_path)
     dead_lease = msgspec.structs.replace(mine, id="gone", owner_pid=dead.pid, owner_started=1)
     overdue = msgspec.structs.replace(mine, id="late", deadline=1.0)
-    boot = orphans.read_boot_id().partition("/")[0]
+    boot = orphans.read_boot_label().partition("/")[0]
     labels_by_name = {
         "mine": orphans.make_labels(mine),
         "gone": orphans.make_labels(dead_lease),

@@ -190,6 +190,21 @@ def test_unsynced_layer_is_fetched_again_after_a_reboot(
     assert store.get_record(record.id) is not None
 
 
+def test_layer_is_synced_at_once_if_the_boot_id_is_unknown(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("store", "installer"):
+        monkeypatch.setattr(f"rookery.sandboxes.images.{module}.read_boot_id", lambda: "")
+    record = install(store, build_image(1).write_layout(tmp_path / "layout"))
+    (layer,) = record.layers
+    info = store.get_layer(layer)
+    assert info is not None
+    assert info.synced
+    unsynced = msgspec.structs.replace(info, synced=False)
+    records.write_record(store.folder / "infos" / f"{layer}.json", unsynced)
+    assert store.get_layer(layer) is None
+
+
 def test_least_recently_used_image_is_removed_first(store: ImageStore, tmp_path: Path) -> None:
     base = build_tar(member("base", bytes(range(256)) * 1000))
     paths = {n: build_image(n, base).write_layout(tmp_path / str(n)) for n in range(4)}

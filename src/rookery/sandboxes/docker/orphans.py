@@ -61,7 +61,7 @@ def make_labels(lease: Lease) -> dict[str, str]:
         OWNER: f"{lease.owner_pid}.{lease.owner_started}",
         DEADLINE: f"{lease.deadline:.0f}",
         MACHINE: _machine_id(),
-        BOOT: read_boot_id(),
+        BOOT: read_boot_label(),
     }
 
 
@@ -74,9 +74,9 @@ def is_orphan(labels: Mapping[str, str], *, now: float) -> bool:
             return True
     if labels.get(MACHINE) != _machine_id():
         return False
-    if labels.get(BOOT, "").partition("/")[0] != read_boot_id().partition("/")[0]:
+    if labels.get(BOOT, "").partition("/")[0] != read_boot_label().partition("/")[0]:
         return True  # the machine was rebooted since
-    if labels.get(BOOT) != read_boot_id():
+    if labels.get(BOOT) != read_boot_label():
         return False  # the owner is in another PID namespace
     try:
         pid, started = map(int, labels.get(OWNER, "").split("."))
@@ -192,8 +192,11 @@ def _machine_id() -> str:
     return socket.gethostname()
 
 
-def read_boot_id() -> str:
-    """Return an identifier of the machine's current boot and of this process's PID namespace."""
+def read_boot_label() -> str:
+    """Return an ID of the machine's current boot and of this process's PID namespace; empty if one is unknown."""
+    boot = leases.read_boot_id()
+    if not boot:
+        return ""
     with contextlib.suppress(OSError):
-        return f"{leases.read_boot_id()}/{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"  # noqa: PTH115
+        return f"{boot}/{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"  # noqa: PTH115
     return ""

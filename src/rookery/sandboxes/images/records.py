@@ -68,7 +68,7 @@ class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: int
     entries: int = 0
     boot: str = ""
-    """Boot ID of the machine when the layer was written."""
+    """Boot ID of the machine when the layer was written; empty if it is unknown."""
     opaque: bool = False
     """True if the layer hides all lower layers."""
     synced: bool = False

@@ -148,7 +148,7 @@ class ImageStore:
         found: LayerInfo | None = records.read_record(self.folder / "infos" / f"{layer}.json", LayerInfo)
         if (
             found is None
-            or not (found.synced or found.boot == read_boot_id())
+            or not (found.synced or (found.boot and found.boot == read_boot_id()))
             or not (self.layers / layer).is_dir()
         ):
             return None
@@ -207,6 +207,8 @@ class ImageStore:
         if target.exists():  # left by a crash of the machine or of the process that created it
             self._staging.detach(target).remove()
         staged.rename(target)
+        if not info.boot:  # a reboot could not be noticed
+            info = msgspec.structs.replace(info, synced=sync_file_system(self.layers))
         records.write_record(self.folder / "infos" / f"{layer}.json", info)
 
     def put_image(self, record: ImageRecord, names: list[ImageName]) -> None:
