@@ -140,8 +140,8 @@ def test_demand_never_exceeds_the_rollouts_that_will_start(
     for action in actions:
         if action == "begin":
             pick = schedule.next_rollout(0.0)
-            while pick is None and schedule.can_open_group() and (found := channel.next_group()) is not None:
-                schedule.open_group(found.ordinal, found.task, 0.0)
+            while pick is None and schedule.can_start_group() and (found := channel.next_group()) is not None:
+                schedule.start_group(found.ordinal, found.task, 0.0)
                 pick = schedule.next_rollout(0.0)
             if pick is not None:
                 flying.append(pick)

@@ -49,16 +49,16 @@ class Simulation:
         while len(self.running) < self.concurrency:
             pick = stream.next_suspect() or stream.next_rollout(self.now)
             if pick is None:
-                if not stream.can_open_group():
+                if not stream.can_start_group():
                     break
                 if self.drawn == self.tasks:
                     stream.exhausted = True
                     break
                 assert stream.buffered < stream.buffer, "a group opened while the buffer was full"
-                stream.open_group(self.drawn, Task(id=str(self.drawn)), self.now)
+                stream.start_group(self.drawn, Task(id=str(self.drawn)), self.now)
                 self.drawn += 1
                 continue
-            key = (pick.group.position, pick.member)
+            key = (pick.group.admission_index, pick.member)
             if not self.repeats[key]:
                 self.first_picks.append(key)
             self.running.append(pick)
@@ -74,7 +74,7 @@ class Simulation:
 
     def again(self, at: int, delay: float, *, alone: bool) -> None:
         pick = self.running.pop(at)
-        key = (pick.group.position, pick.member)
+        key = (pick.group.admission_index, pick.member)
         self.repeats[key] += 1
         if pick.group.cancelled is not None or self.repeats[key] > 3:
             self._end(pick)
@@ -86,18 +86,18 @@ class Simulation:
         self._end(self.running.pop(at))
 
     def _end(self, pick: OpenRollout, outcome: Outcome | None = None) -> None:
-        self.ends[pick.group.position, pick.member] += 1
+        self.ends[pick.group.admission_index, pick.member] += 1
         if not self.stream.finish(pick, record(pick, outcome)) or pick.group.cancelled is not None:
             return
-        outs = self.stream.resolve_group(pick.group, kept=self.verdict(pick.group.position))
+        outs = self.stream.resolve_group(pick.group, kept=self.verdict(pick.group.admission_index))
         self.queue.extend(outs)
-        self.delivered.extend(out.position for out in outs)
+        self.delivered.extend(out.admission_index for out in outs)
         surplus = self.stream.pop_surplus()
         for group in surplus:
             group.cancelled = "filtered"
         for group in surplus:
             flying = {other.member for other in self.running if other.group is group}
-            self.cancelled.add(group.position)
+            self.cancelled.add(group.admission_index)
             for number, member in enumerate(group.rollouts):
                 if member.record is None and number not in flying:
                     self._end(member, Cancelled("filtered"))
@@ -228,7 +228,7 @@ def test_slow_consumer_slows_admission() -> None:
 def test_stream_with_enough_groups_opens_no_more() -> None:
     game = Simulation(GroupScheduler(k=1, want=2, oversample=3), tasks=50, concurrency=9, verdicts=[True])
     game.finish(0)
-    assert (game.drawn, game.stream.can_open_group(), game.stream.done) == (5, False, True)
+    assert (game.drawn, game.stream.can_start_group(), game.stream.done) == (5, False, True)
 
 
 def test_dropped_groups_are_replaced_until_enough_are_kept_or_tasks_end() -> None:
@@ -241,13 +241,13 @@ def test_dropped_groups_are_replaced_until_enough_are_kept_or_tasks_end() -> Non
 
 
 def open_one(stream: GroupScheduler, position: int, now: float = 0.0, **options: Any) -> OpenGroup:
-    return stream.open_group(position, Task(id=str(position)), now, **options)
+    return stream.start_group(position, Task(id=str(position)), now, **options)
 
 
 def picks(stream: GroupScheduler, now: float) -> list[tuple[int, int]]:
     got = []
     while (pick := stream.next_rollout(now)) is not None:
-        got.append((pick.group.position, pick.member))
+        got.append((pick.group.admission_index, pick.member))
     return got
 
 
@@ -343,7 +343,7 @@ def test_members_finished_by_an_earlier_process_do_not_run_again() -> None:
 def test_stream_that_wants_no_groups_is_done_at_once() -> None:
     stream = GroupScheduler(k=1, want=0, oversample=3)
     assert stream.done
-    assert GroupScheduler(k=1, want=1).can_open_group()
+    assert GroupScheduler(k=1, want=1).can_start_group()
 
 
 @pytest.mark.parametrize("bad", [{"k": 0}, {"buffer": 0}, {"want": -1}, {"oversample": -1}])
@@ -363,7 +363,7 @@ def test_predicted_lengths_and_the_order_of_completion_do_not_change_which_group
 ) -> None:
     scheduler = GroupScheduler(k=2, want=2, oversample=len(lengths) - 2)
     for index in range(len(lengths)):
-        scheduler.open_group(index, Task(id=str(index)), 0.0)
+        scheduler.start_group(index, Task(id=str(index)), 0.0)
     scheduler.start_longest_first(lambda task: lengths[int(task.id)])
     rollouts = []
     while (rollout := scheduler.next_rollout(0.0)) is not None:

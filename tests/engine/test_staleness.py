@@ -28,10 +28,10 @@ class Simulation:
             if pick is None:
                 if self.stream.admitted == len(self.lengths):
                     self.stream.exhausted = True
-                if not self.stream.can_open_group():
+                if not self.stream.can_start_group():
                     break
                 index = self.stream.admitted
-                self.stream.open_group(index, Task(id=str(index), prompt="x"), 0.0)
+                self.stream.start_group(index, Task(id=str(index), prompt="x"), 0.0)
                 continue
             self.sampled_version[pick.group.index] = self.version
             self.unfinished[pick.group.index] = (self.lengths[pick.group.index], pick)

@@ -6,7 +6,7 @@ environment; with `runners=0` the supervisor's process does.
 
 How an attempt is executed:
 
-1. `GroupScheduler` (scheduler.py) chooses the next `OpenRollout` of an admitted group.
+1. `GroupScheduler` (scheduler.py) chooses the next `OpenRollout` of an open group.
 2. The supervisor sends an `AttemptSpec` (runner_protocol.py) to a runner and remembers it as a `Dispatch`
    (runner_handle.py).
 3. In the runner, `Executor` starts a `RunningAttempt` (attempt.py). It runs the stages setup, run, score and

@@ -58,7 +58,7 @@ def iter_demand(scheduler: GroupScheduler, upcoming: Iterable[TaskDemand]) -> It
     """Yield what a stream will start, in order: queued rollouts, then the new groups that it may start now."""
     for rollout in scheduler.queued():
         yield rollout.group.task, 1
-    yield from islice(upcoming, scheduler.openable_groups())
+    yield from islice(upcoming, scheduler.startable_groups())
 
 
 def round_robin(streams: Iterable[Iterator[TaskDemand]]) -> Iterator[TaskDemand]:

@@ -1,15 +1,15 @@
 """Decide which rollout of a stream runs next and which finished groups are delivered. Used by the supervisor.
 
-`GroupScheduler` does no I/O and gets the current time as an argument. To admit or open a group means to start it.
+`GroupScheduler` does no I/O and gets the current time as an argument.
 
-- Rollouts of open groups run before new groups are opened, in order of admission, so that groups finish soon after
-  they start. A rollout that is retried runs before rollouts that never ran.
-- A slow rollout occupies one slot. Groups after its group are still admitted.
-- No group is opened while the buffer of finished groups is full: a slow consumer slows admission.
+- Rollouts of open groups run before new groups start, in order of admission, so that groups finish soon after they
+  start. A rollout that is retried runs before rollouts that never ran.
+- A slow rollout occupies one slot. Groups after its group still start.
+- No group starts while the buffer of finished groups is full: a slow consumer slows the run.
 - With `want` and a filter, dropped groups are replaced. The delivered groups are the first `want` kept groups in
   order of *admission*, not of completion, so oversampling does not favour short rollouts.
 - Oversampling adds groups, never members of a group.
-- With `start_longest_first`, rollouts of the admitted groups start in order of their predicted length.
+- With `start_longest_first`, rollouts of the open groups run in order of their predicted length.
 """
 
 from collections import deque
@@ -62,10 +62,10 @@ class OpenRollout(msgspec.Struct, eq=False):
 
 
 class OpenGroup(msgspec.Struct, eq=False):
-    """A group that was admitted (started) and is not delivered yet."""
+    """A group that was started and is not delivered yet."""
 
-    position: int
-    """The group's number in its scheduler, in order of admission."""
+    admission_index: int
+    """The group's number in its scheduler, in the order in which groups were started."""
     index: int
     """Identifies the group within the run."""
     task: Task
@@ -73,7 +73,7 @@ class OpenGroup(msgspec.Struct, eq=False):
     """Number of rollouts without a final record."""
     rollouts: list[OpenRollout] = []
     stream: str = ""
-    """The name of the stream that admitted the group."""
+    """The name of the stream that started the group."""
     ordinal: int = 0
     """The group's position in its stream, counted from 0 over all processes of the run. Seeds are derived from
     it."""
@@ -114,12 +114,13 @@ class GroupScheduler:
         self.buffered = 0
         """Number of delivered groups that the consumer has not taken yet."""
         self.groups: dict[int, OpenGroup] = {}
-        """Groups that are open, or kept and not delivered, by position, in order of admission."""
+        """Groups that are open, or kept and not delivered, by `admission_index`."""
         self.admitted = 0
+        """Number of groups that were started."""
         self._fresh: deque[OpenRollout] = deque()
         """Rollouts that never ran, in order of admission."""
         self._retries: list[tuple[int, int, OpenRollout]] = []
-        """Heap of rollouts to run again, by position and member."""
+        """Heap of rollouts to run again, by `admission_index` of their group, and member."""
         self._held: dict[Requirements, deque[OpenRollout]] = {}
         """Rollouts that wait for a node that meets their requirements, so that they do not delay others."""
         self._suspects: deque[OpenRollout] = deque()
@@ -138,10 +139,10 @@ class GroupScheduler:
         """True if no rollout is left to run and no group is left to deliver."""
         return self.fulfilled or (self.exhausted and not self.groups)
 
-    def can_open_group(self) -> bool:
-        return self.openable_groups() != 0
+    def can_start_group(self) -> bool:
+        return self.startable_groups() != 0
 
-    def openable_groups(self) -> int | None:
+    def startable_groups(self) -> int | None:
         """Return how many new groups may be started now, or None if the number is not limited."""
         if (
             self.exhausted
@@ -155,14 +156,14 @@ class GroupScheduler:
             bounds.append(self.want + self.oversample)
         return max(0, min(bounds) - outstanding) if bounds else None
 
-    def open_group(
+    def start_group(
         self, index: int, task: Task, now: float, finished: Mapping[int, Rollout] | None = None
     ) -> OpenGroup:
         """Start a group. `finished` holds the records of members that an earlier process of the run completed."""
         group = OpenGroup(self.admitted, index, task, self.k)
         group.rollouts = [OpenRollout(group, member, now) for member in range(self.k)]
         self.admitted += 1
-        self.groups[group.position] = group
+        self.groups[group.admission_index] = group
         if self.staleness is not None:
             self.staleness.add(index)
         for rollout in group.rollouts:
@@ -179,8 +180,8 @@ class GroupScheduler:
         Rollouts of equal length keep their order, so the rollouts of a group stay together. The order of
         admission, which decides which groups are delivered, does not change.
         """
-        lengths = {rollout.group.position: predict(rollout.group.task) for rollout in self._fresh}
-        self._fresh = deque(sorted(self._fresh, key=lambda rollout: -lengths[rollout.group.position]))
+        lengths = {rollout.group.admission_index: predict(rollout.group.task) for rollout in self._fresh}
+        self._fresh = deque(sorted(self._fresh, key=lambda rollout: -lengths[rollout.group.admission_index]))
 
     def next_rollout(self, now: float) -> OpenRollout | None:
         """Remove and return the next rollout that may run next to others in a runner, or None."""
@@ -234,7 +235,7 @@ class GroupScheduler:
 
     def _queue_retry(self, rollout: OpenRollout, since: float) -> None:
         rollout.waiting_since = since
-        heappush(self._retries, (rollout.group.position, rollout.member, rollout))
+        heappush(self._retries, (rollout.group.admission_index, rollout.member, rollout))
 
     def requeue(self, rollout: OpenRollout, now: float, delay: float, *, alone: bool = False) -> None:
         """Queue a rollout for a new attempt.
@@ -249,7 +250,7 @@ class GroupScheduler:
             self._queue_retry(rollout, now)
         else:
             self._sequence += 1
-            heappush(self._delayed, (now + delay, rollout.group.position, self._sequence, rollout))
+            heappush(self._delayed, (now + delay, rollout.group.admission_index, self._sequence, rollout))
 
     def pop_overdue(self, now: float, limit: float) -> list[OpenRollout]:
         """Remove and return the queued rollouts that have waited for a runner for more than `limit` seconds."""
@@ -299,7 +300,7 @@ class GroupScheduler:
         return self._pop_deliverable(group)
 
     def _drop(self, group: OpenGroup) -> None:
-        del self.groups[group.position]
+        del self.groups[group.admission_index]
         if self.staleness is not None:
             self.staleness.remove(group.index)
 
@@ -325,7 +326,7 @@ class GroupScheduler:
                     break
         for out in ready:
             out.state = "delivered"
-            del self.groups[out.position]
+            del self.groups[out.admission_index]
             self.delivered += 1
             self.buffered += 1
         return ready

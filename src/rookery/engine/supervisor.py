@@ -1,7 +1,6 @@
 """The supervisor starts rollouts, sends their attempts to runners, decides on retries and records the results.
 
-It executes no environment code (except with `runners=0`), and tokens do not pass through it. To admit a rollout
-means to start it.
+It executes no environment code (except with `runners=0`), and tokens do not pass through it.
 
 - Nothing that one rollout does cancels another.
 - A cancellation reaches the sandbox, the grader and the inference engine.
@@ -251,16 +250,16 @@ class Supervisor:
         """Start as many attempts as possible in the next iteration of the event loop."""
         if not self._admission_scheduled:
             self._admission_scheduled = True
-            self._loop.call_soon(self._admit)
+            self._loop.call_soon(self._start_attempts)
 
     @stop_run_on_error
-    def _admit(self) -> None:
+    def _start_attempts(self) -> None:
         self._admission_scheduled = False
         if self.pool.paused or self._closing or self.stopped is not None or self.outage.waited is not None:
             return
         now = self._loop.time()
-        self._admit_suspects()
-        self._admit_held(now)
+        self._start_suspects()
+        self._start_held(now)
         running, held = self.running, sum(channel.scheduler.held_count for channel in self.channels)
         most = self.config.concurrency
         while running < most and held < most and self.journal.backlog < MAX_BACKLOG:
@@ -294,30 +293,30 @@ class Supervisor:
             channel = self.channels[0]
             self.channels.rotate(-1)
             rollout = channel.scheduler.next_rollout(now)
-            while rollout is None and channel.error is None and channel.scheduler.can_open_group():
-                if not self._open_groups(channel, now):
+            while rollout is None and channel.error is None and channel.scheduler.can_start_group():
+                if not self._start_groups(channel, now):
                     break
                 rollout = channel.scheduler.next_rollout(now)
             if rollout is not None:
                 return channel, rollout
         return None
 
-    def _open_groups(self, channel: GroupChannel, now: float) -> bool:
+    def _start_groups(self, channel: GroupChannel, now: float) -> bool:
         """Start the next group of a stream. Return False if there is none.
 
         With `longest_first`, start several groups and sort their rollouts. All of them start before further groups
         are started, so that no rollout waits for ever.
         """
         if not self.config.longest_first:
-            return self._open_group(channel, now)
-        opened = 0
+            return self._start_group(channel, now)
+        started = 0
         most = LOOK_AHEAD * -(-self.config.concurrency // channel.scheduler.k)
-        while opened < most and channel.scheduler.can_open_group() and self._open_group(channel, now):
-            opened += 1
+        while started < most and channel.scheduler.can_start_group() and self._start_group(channel, now):
+            started += 1
         channel.scheduler.start_longest_first(self.lengths.predict)
-        return opened > 0
+        return started > 0
 
-    def _open_group(self, channel: GroupChannel, now: float) -> bool:
+    def _start_group(self, channel: GroupChannel, now: float) -> bool:
         planned = channel.next_group()
         if planned is None:
             return False
@@ -329,7 +328,7 @@ class Supervisor:
         if index is None:
             index, self.next_group = self.next_group, self.next_group + 1
             self.records.record_group(channel, index, planned)
-        group = channel.scheduler.open_group(index, planned.task, now, planned.finished)
+        group = channel.scheduler.start_group(index, planned.task, now, planned.finished)
         group.task_number, group.ordinal = planned.task_number, planned.ordinal
         group.stream = planned.stream or channel.name
         channel.add_untaken(index, planned, self.pool.pauses.version)
@@ -367,18 +366,18 @@ class Supervisor:
         traceparent = self.traces.start(rollout) if self.traces is not None else ""
         return AttemptSpec(f"{rollout.id}.{number}", number, seed, group.task, queued, avoid, traceparent)
 
-    def _admit_suspects(self) -> None:
+    def _start_suspects(self) -> None:
         """Start rollouts that must run alone in idle runners, and create spare runners for those that are left.
 
         Such a rollout is suspected of having crashed its runner.
         """
         if any(channel.scheduler.suspect_tasks() for channel in self.channels):
             for runner in self.pool.find_idle_runners():
-                self._admit_suspect(runner)
+                self._start_suspect(runner)
         waiting = [task for channel in self.channels for task in channel.scheduler.suspect_tasks()]
         self.pool.ensure_spares([self.pool.requirements_of(task) for task in waiting])
 
-    def _admit_suspect(self, runner: RunnerHandle) -> None:
+    def _start_suspect(self, runner: RunnerHandle) -> None:
         for channel in self.channels:
             rollout = channel.scheduler.next_suspect(
                 lambda task: self.pool.accepts(runner, self.pool.requirements_of(task))
@@ -388,7 +387,7 @@ class Supervisor:
                 self._dispatch(runner, channel, rollout, self._loop.time())
                 return
 
-    def _admit_held(self, now: float) -> None:
+    def _start_held(self, now: float) -> None:
         """Start rollouts that wait for a node with labels or GPUs, if such a node is free now."""
         for channel in self.channels:
             for required in channel.scheduler.held_requirements():
