@@ -538,7 +538,7 @@ async def test_sandbox_ready_at_the_moment_of_cancellation_is_closed(
 
 
 def test_pool_budget_is_divided_among_the_runners(tmp_path: Path) -> None:
-    alone, shared = (build_pool_budget(settings(tmp_path, warm=10, share=share)) for share in (1, 4))
+    alone, shared = (build_pool_budget(settings(tmp_path, warm=10, runner_count=count)) for count in (1, 4))
     assert (alone.max_warm, shared.max_warm) == (10, 3)
     assert (alone.max_starting, shared.max_starting) == (4, 1)
     assert (alone.max_creating, shared.max_creating) == (16, 4)

@@ -149,8 +149,8 @@ class Node:
         self.load.resources = ready.resources
         self.load.memory_at_join = self.load.memory
         self.gateway = ready.gateway
-        share = max(pool.size, pool.size * len(self.pool.nodes))
-        self.settings = msgspec.structs.replace(pool.settings, folder=ready.folder, share=share)
+        runner_count = max(pool.size, pool.size * len(self.pool.nodes))
+        self.settings = msgspec.structs.replace(pool.settings, folder=ready.folder, runner_count=runner_count)
         self.pool.count_cpus()
         pool.owner.record_event("node.joined", {"node": self.name, "cpus": ready.resources.cpus})
         if ready.problem:

@@ -341,7 +341,7 @@ def build_run_settings(
         sandbox=next(iter(sandboxes.values())),
         sandboxes={} if "" in sandboxes else sandboxes,
         limits=config.limits,
-        share=max(1, config.runners),
+        runner_count=max(1, config.runners),
         warm=_resolve_warm(config, sandboxes.values()),
         record=config.recording,
         rendering=config.rendering,

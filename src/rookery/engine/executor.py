@@ -143,7 +143,7 @@ class Executor:
 
     def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int | None) -> ModelRole:
         state = PauseState(mode=pause, version=version, left=NO_DEADLINE)
-        config = replace(config, share=self.settings.share)
+        config = replace(config, share=self.settings.runner_count)
         upstream = self.upstreams[name] = PausableUpstream(open_upstream(config), state=state)
         cached = self._called_upstreams[name] = with_cache(upstream, config)
         return ModelRole(

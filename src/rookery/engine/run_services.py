@@ -67,13 +67,13 @@ class RunGateway:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         config = GatewayConfig(
             upstreams={
-                role: msgspec.structs.replace(upstream, share=max(1, settings.share))
+                role: msgspec.structs.replace(upstream, share=max(1, settings.runner_count))
                 for role, upstream in settings.upstreams.items()
             },
             record=settings.record,
             rendering=settings.rendering or None,
             top_logprobs=settings.top_logprobs,
-            shards=max(1, settings.share),
+            shards=max(1, settings.runner_count),
             public=settings.public if is_url(settings.public) else "",
             traces=settings.traces,
             log_format=settings.log_format,

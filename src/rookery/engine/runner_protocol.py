@@ -42,8 +42,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     limits: Limits
     sandboxes: dict[str, SandboxSpec] = {}
     """The sandbox specs of the environments of a mixture, by name; empty in other runs."""
-    share: int = 1
-    """The number of runners. Each runner may use 1/share of the concurrent calls that an upstream allows."""
+    runner_count: int = msgspec.field(default=1, name="share")
+    """The number of runners. Each of them gets an equal part of the concurrent calls that an upstream allows."""
     warm: int = 0
     """Number of sandboxes that are created before they are needed, in all runners together."""
     block_warning: float = 1.0

@@ -279,14 +279,14 @@ class SandboxFactory:
 
 def build_pool_budget(settings: RunSettings) -> PoolBudget:
     """Return how many sandboxes one runner may create in advance, and how much memory and disk they may use."""
-    share = settings.share
+    runners = settings.runner_count
     folder = Path(settings.folder)
     return PoolBudget(
-        max_warm=-(-settings.warm // share),
-        memory=_available_memory() // 2 // share,
-        disk=shutil.disk_usage(folder).free // 2 // share,
-        max_starting=-(-DEFAULT_BUDGET.max_starting // share),
-        max_creating=-(-DEFAULT_BUDGET.max_creating // share),
+        max_warm=-(-settings.warm // runners),
+        memory=_available_memory() // 2 // runners,
+        disk=shutil.disk_usage(folder).free // 2 // runners,
+        max_starting=-(-DEFAULT_BUDGET.max_starting // runners),
+        max_creating=-(-DEFAULT_BUDGET.max_creating // runners),
     )
 
 

@@ -71,7 +71,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return bool(self.tests) and all(test.verdict == "passed" for test in self.tests)
 
     @property
-    def share(self) -> float:
+    def passed_fraction(self) -> float:
         """The fraction of the tests that passed, from 0 to 1."""
         return sum(test.verdict == "passed" for test in self.tests) / len(self.tests) if self.tests else 0.0
 
@@ -83,7 +83,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             for name in VERDICTS
             if any(t.verdict == name for t in self.tests)
         }
-        return Score(self.reward, {"share": self.share}, {**counts, "weaker": float(bool(self.weaker))})
+        return Score(self.reward, {"share": self.passed_fraction}, {**counts, "weaker": float(bool(self.weaker))})
 
 
 class IsolationCache:
@@ -357,8 +357,8 @@ class Grader:
             return TestReport(isolation=isolation, end="lost", detail=str(error))
 
     def _with_reward(self, grade: Grade) -> Grade:
-        share = grade.share if self._partial else float(grade.passed)
-        reward = self._low + share * (self._high - self._low)
+        fraction = grade.passed_fraction if self._partial else float(grade.passed)
+        reward = self._low + fraction * (self._high - self._low)
         return msgspec.structs.replace(grade, reward=check_reward(reward, self._low, self._high).reward)
 
 
