@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.scoring.fault_attribution import FAILURES, MAX_LOSSES, Action, FaultAttribution, RunEnd
+from rookery.scoring.fault_attribution import FAILURES, MAX_LOSSES, FaultAttribution, GraderExit, GradingStep
 
-ENDS: tuple[RunEnd, ...] = get_args(RunEnd)
+ENDS: tuple[GraderExit, ...] = get_args(GraderExit)
 NEXT_RUN = {"rerun": "submission", "run_solution": "solution", "run_untouched": "untouched"}
 
 
-def play(ends: list[RunEnd], *, has_solution: bool) -> tuple[Action, list[str]]:
+def play(ends: list[GraderExit], *, has_solution: bool) -> tuple[GradingStep, list[str]]:
     """Return the final action and what ran, in order."""
     attribution = FaultAttribution(has_solution=has_solution)
     ran: list[str] = []
-    action: Action = "rerun"
+    action: GradingStep = "rerun"
     for end in ends:
         ran.append(NEXT_RUN[action])
         action = getattr(attribution, f"after_{ran[-1]}")(end)
@@ -27,7 +27,7 @@ def play(ends: list[RunEnd], *, has_solution: bool) -> tuple[Action, list[str]]:
 
 @given(st.lists(st.sampled_from(ENDS), min_size=12, max_size=12), st.booleans())
 def test_every_grading_ends_and_lost_sandboxes_never_count_against_a_submission(
-    ends: list[RunEnd], has_solution: bool
+    ends: list[GraderExit], has_solution: bool
 ) -> None:
     action, ran = play(ends, has_solution=has_solution)
     assert action not in NEXT_RUN
@@ -65,5 +65,7 @@ def test_every_grading_ends_and_lost_sandboxes_never_count_against_a_submission(
         (["invalid", "crash"], False, "minimum"),
     ],
 )
-def test_attribution_of_each_sequence_of_runs(ends: list[RunEnd], has_solution: bool, action: Action) -> None:
+def test_attribution_of_each_sequence_of_runs(
+    ends: list[GraderExit], has_solution: bool, action: GradingStep
+) -> None:
     assert play(ends, has_solution=has_solution)[0] == action

@@ -16,14 +16,14 @@ Guarantees:
 
 from typing import Final, Literal, TypeAlias
 
-RunEnd: TypeAlias = Literal[
+GraderExit: TypeAlias = Literal[
     "scored", "time", "memory", "output", "crash", "no_tests", "invalid", "lost", "not_run"
 ]
-"""The end of one execution of a grader.
+"""How one execution of a grader ended.
 
 `scored`: it gave a valid reward. `time`, `memory`, `output`: it exceeded that limit. `no_tests`: it found no test.
 `invalid`: its verdict is not a valid reward. `lost`: its sandbox was lost. `not_run`: too little time was left."""
-Action: TypeAlias = Literal[
+GradingStep: TypeAlias = Literal[
     "score", "rerun", "run_solution", "run_untouched", "minimum", "task_fault", "invalid_verdict", "infra_fault"
 ]
 """The next step of a grading.
@@ -31,14 +31,14 @@ Action: TypeAlias = Literal[
 `rerun`, `run_solution` and `run_untouched` execute the grader again: with the submission, with the reference
 solution, or without either. The others end the grading. `minimum` gives the minimum reward. `task_fault` and
 `invalid_verdict` blame the task."""
-FAILURES: Final[frozenset[RunEnd]] = frozenset({"time", "memory", "output", "crash", "no_tests"})
+FAILURES: Final[frozenset[GraderExit]] = frozenset({"time", "memory", "output", "crash", "no_tests"})
 MAX_LOSSES: Final = 3
 
 
 class FaultAttribution:
     """Decides during one grading what to do after each execution of the grader.
 
-    Call the method that matches the execution and follow the action that it returns.
+    Call the method that matches the execution and take the step that it returns.
     """
 
     def __init__(self, *, has_solution: bool) -> None:
@@ -47,8 +47,8 @@ class FaultAttribution:
         self._losses = 0
         self._invalid = False
 
-    def after_submission(self, end: RunEnd) -> Action:
-        """Return the next action after the grader was executed with the submission."""
+    def after_submission(self, end: GraderExit) -> GradingStep:
+        """Return the next step after the grader was executed with the submission."""
         if end == "lost":
             return self._after_loss("rerun")
         if end == "invalid":
@@ -61,18 +61,18 @@ class FaultAttribution:
             return "rerun"
         return "run_solution" if self._has_solution else "minimum"
 
-    def after_solution(self, end: RunEnd) -> Action:
-        """Return the next action after the grader was executed with the task's reference solution."""
+    def after_solution(self, end: GraderExit) -> GradingStep:
+        """Return the next step after the grader was executed with the task's reference solution."""
         if end == "lost":
             return self._after_loss("run_solution")
         if end in ("scored", "not_run"):
             return "minimum"
         return "invalid_verdict" if self._invalid else "task_fault"
 
-    def after_untouched(self, end: RunEnd) -> Action:
-        """Return the next action after the grader was executed without a submission or solution."""
+    def after_untouched(self, end: GraderExit) -> GradingStep:
+        """Return the next step after the grader was executed without a submission or solution."""
         return "invalid_verdict" if end == "invalid" else "minimum"
 
-    def _after_loss(self, retry: Action) -> Action:
+    def _after_loss(self, retry: GradingStep) -> GradingStep:
         self._losses += 1
         return retry if self._losses < MAX_LOSSES else "infra_fault"

@@ -27,7 +27,7 @@ import msgspec
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandbox_runtime import bundle
 from rookery.sandboxes import Command, Sandbox
-from rookery.scoring.fault_attribution import RunEnd
+from rookery.scoring.fault_attribution import GraderExit
 from rookery.scoring.fresh_sandboxes import OpenSandbox, SandboxGate, apply_limits, close_sandbox
 from rookery.scoring.line_channel import TAIL, GraderChannel, MalformedLine, decode_line, encode_line
 from rookery.scoring.programs import VERDICTS, ProgramLimits, Verdict
@@ -56,7 +56,7 @@ class TestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The results of all tests, and how their execution ended."""
 
     isolation: Isolation
-    end: RunEnd
+    end: GraderExit
     tests: tuple[TestResult, ...] = ()
     detail: str = ""
     printed: str = ""
@@ -312,7 +312,7 @@ async def _run_separate(
     progress = _TestProgress()
     wall = limits.wall or START_SECONDS
     loop = asyncio.get_running_loop()
-    end: RunEnd = "scored"
+    end: GraderExit = "scored"
     detail = ""
     try:
         await channel.send(b"t", encode_line(message))
@@ -360,7 +360,7 @@ async def _run_separate(
     return _make_report("separate", end, progress, "crash", detail, channel, submission.tail)
 
 
-def _to_grader_end(verdict: Verdict | Literal["lost"]) -> RunEnd:
+def _to_grader_end(verdict: Verdict | Literal["lost"]) -> GraderExit:
     if verdict == "lost":
         raise SandboxError("the sandbox of the tests was lost")
     return "crash" if verdict == "passed" or verdict == "wrong_answer" else verdict  # noqa: PLR1714  (mypy follows it)
@@ -374,7 +374,7 @@ async def _run_shared(
     wall = limits.wall or START_SECONDS
     loop = asyncio.get_running_loop()
     nonce = secrets.token_hex(16)
-    end: RunEnd = "crash"
+    end: GraderExit = "crash"
     detail = ""
     try:
         until = loop.time() + START_SECONDS
@@ -455,7 +455,7 @@ def parse_with_nonce(line: bytes, nonce: str) -> Any:
 
 def _make_report(
     isolation: Isolation,
-    end: RunEnd,
+    end: GraderExit,
     progress: _TestProgress,
     rest: Verdict,
     detail: str,

@@ -30,7 +30,7 @@ import msgspec
 from rookery.core import ExecResult, SandboxError, SandboxSpec, ScoringError, TaskError
 from rookery.core.errors import describe
 from rookery.sandboxes import Sandbox
-from rookery.scoring.fault_attribution import FaultAttribution, RunEnd
+from rookery.scoring.fault_attribution import FaultAttribution, GraderExit
 from rookery.scoring.fresh_sandboxes import OpenSandbox, close_sandbox
 from rookery.scoring.rewards import Score
 from rookery.scoring.swe import protected_files, reward_files, submission_transfer, test_script
@@ -108,7 +108,7 @@ class _GraderRole(NamedTuple):
 class _ScriptRun(NamedTuple):
     """The end of one run of the test script."""
 
-    end: RunEnd
+    end: GraderExit
     score: Score | None = None
     source: reward_files.RewardSource | Literal["none"] = "none"
     result: ExecResult = ExecResult(status="lost")
@@ -141,7 +141,7 @@ class SweGrader:
         self._low, self._high = low, high
         self._fresh_always = fresh_always
         self._on_submission = on_submission
-        self._solution_ends: dict[int, RunEnd] = {}
+        self._solution_ends: dict[int, GraderExit] = {}
 
     async def grade(self, sandbox: Sandbox, prepared: PreparedSandbox, step: int, *, timeout: float) -> SweGrade:
         """Grade the step with this index from what the agent left in `sandbox`.
@@ -195,7 +195,7 @@ class _StepGrading:
         open_sandbox: OpenSandbox,
         low: float,
         high: float,
-        solution_ends: dict[int, RunEnd],
+        solution_ends: dict[int, GraderExit],
         on_submission: Callable[[int, str], None] | None,
     ) -> None:
         self._task = task
@@ -470,7 +470,7 @@ class _StepGrading:
             reward_files.raise_fault("missing", f"wrote no reward file: {describe_result(result)}")
         except ScoringError as error:
             if error.code in ("scoring.missing", "scoring.empty") and await self._failed_early(sandbox, result):
-                end: RunEnd = "memory" if result.status == "memory_limit" else "crash"
+                end: GraderExit = "memory" if result.status == "memory_limit" else "crash"
                 return _ScriptRun(end, result=result, error=error)
             return _ScriptRun("invalid", result=result, error=error)
 
@@ -540,7 +540,7 @@ class _StepGrading:
 
     # ---- runs without a submission
 
-    async def _run_with_solution(self, sandbox: Sandbox) -> RunEnd:
+    async def _run_with_solution(self, sandbox: Sandbox) -> GraderExit:
         """Run the test script with the reference solution and return how it ended.
 
         The result is cached for each step. `not_run` means that too little time was left.
@@ -570,7 +570,7 @@ class _StepGrading:
             self._solution_ends[self._number] = end
         return self._solution_ends[self._number]
 
-    async def _run_untouched(self, sandbox: Sandbox, *, seconds: float | None = None) -> RunEnd | None:
+    async def _run_untouched(self, sandbox: Sandbox, *, seconds: float | None = None) -> GraderExit | None:
         """Run the test script without any submission. Return how it ended, or None if it cannot be started.
 
         With `seconds`, stop the script after that time; use this to see whether it starts.
