@@ -6,7 +6,7 @@ after the colon of `--cluster NAME[:ADDRESS]` and returns a `Cluster`.
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rookery.core.options import load_plugin
+from rookery.core.plugins import load_plugin
 from rookery.engine.runner_handle import RunnerHandle
 from rookery.engine.scheduler import Requirements
 from rookery.upstreams.protocol import PauseMode

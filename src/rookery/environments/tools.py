@@ -20,7 +20,8 @@ import msgspec
 
 from rookery.core import ToolSchema, UsageError
 from rookery.core.errors import describe
-from rookery.core.options import import_attribute, load_plugin
+from rookery.core.options import import_attribute
+from rookery.core.plugins import load_plugin
 from rookery.environments.context import Context
 from rookery.environments.text import clip
 

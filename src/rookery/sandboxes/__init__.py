@@ -20,7 +20,7 @@ import msgspec
 
 from rookery.core import SandboxSpec, UsageError
 from rookery.core.errors import describe
-from rookery.core.options import list_plugins, load_plugin
+from rookery.core.plugins import list_plugin_names, load_plugin
 from rookery.sandboxes.leases import is_owner_alive, read_start_ticks
 from rookery.sandboxes.protocol import (
     Command,
@@ -199,7 +199,7 @@ def is_remote(name: str) -> bool:
 
 def provider_names() -> list[str]:
     """Return the names of all installed providers."""
-    return list_plugins(ENTRY_POINT_GROUP)
+    return list_plugin_names(ENTRY_POINT_GROUP)
 
 
 def open_provider(name: str, home: ProviderHome) -> Provider:

@@ -19,7 +19,8 @@ import msgspec
 
 from rookery.core import Message, RookeryError, Sampling, SandboxError, ScoringError, Task, TaskError, UsageError
 from rookery.core.errors import describe
-from rookery.core.options import import_attribute, list_plugins, load_plugin
+from rookery.core.options import import_attribute
+from rookery.core.plugins import list_plugin_names, load_plugin
 from rookery.gateway import Model
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.scoring.answer_process import check_answer
@@ -418,7 +419,7 @@ def _shorten(text: str) -> str:
 
 def list_scorers() -> list[str]:
     """Return the names of the installed scorers, sorted."""
-    return list_plugins(GROUP)
+    return list_plugin_names(GROUP)
 
 
 def make_scorer(scorer: ScorerInput) -> Scorer:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from rookery.core.errors import describe
-from rookery.core.options import load_plugin
+from rookery.core.plugins import load_plugin
 
 GROUP: Final = "rookery.row_formats"
 MAX_CASES_BYTES: Final = 256 << 20
