@@ -10,6 +10,7 @@ from rookery.engine import Engine
 from rookery.environments import Environment
 from rookery.sandboxes import ProviderChoice
 from tests.engine.conftest import build_engine, events
+from tests.environments.helpers import unwrap_sandbox
 from tests.servers import ModelServer
 
 POLICY = "http://localhost:9/v1"
@@ -32,7 +33,8 @@ class RequestsSandbox(WithoutSandbox):
 
     async def run(self, ctx) -> None:  # type: ignore[no-untyped-def]
         sandbox = await ctx.sandbox(SandboxSpec(pids=33))
-        ctx.info["got"] = (sandbox.inner.provider, sandbox.inner.spec.pids)
+        created = unwrap_sandbox(sandbox)
+        ctx.info["got"] = (created.provider, created.spec.pids)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 
 from rookery.core import Limits, Message, SandboxSpec, StageClock, Task, ToolCall, Turn
 from rookery.environments import Context, Log, Tool, ToolEnvironment
+from rookery.environments.sandbox_proxy import SandboxProxy
 from rookery.gateway import ModelRole, Session
 from rookery.sandboxes.protocol import Sandbox
 from rookery.trajectories import Recorder
@@ -16,6 +17,11 @@ Reply = str | ModelReply | list[ToolCall]
 
 def calls(*pairs: tuple[str, str]) -> list[ToolCall]:
     return [ToolCall(f"call_{index}", name, arguments) for index, (name, arguments) in enumerate(pairs)]
+
+
+def unwrap_sandbox(sandbox: Sandbox) -> Any:
+    """Return the sandbox to which the sandbox of a context forwards."""
+    return sandbox._inner if isinstance(sandbox, SandboxProxy) else sandbox
 
 
 class ScriptedUpstream(Upstream):

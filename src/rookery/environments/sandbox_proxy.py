@@ -33,92 +33,92 @@ class SandboxProxy:
     """
 
     def __init__(self, inner: Sandbox, charge_policy: ChargePolicy, forks: list[Sandbox]) -> None:
-        self.inner = inner
+        self._inner = inner
         self._charge_policy = charge_policy
         self._forks = forks
         self.id = inner.id
         self.spec = inner.spec
 
     async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
-        result: ExecResult = await self._charge_policy("sandbox", self.inner.exec(command, on_output=on_output))
+        result: ExecResult = await self._charge_policy("sandbox", self._inner.exec(command, on_output=on_output))
         catalogue.SANDBOX_COMMANDS.add(self.spec.provider, result.status)
         return result
 
     async def start(self, command: Command) -> Process:
-        process: Process = await self._charge_policy("sandbox", self.inner.start(command))
+        process: Process = await self._charge_policy("sandbox", self._inner.start(command))
         return process
 
     async def shell(self) -> Shell:
-        return ShellProxy(await self._charge_policy("sandbox", self.inner.shell()), self._charge_policy)
+        return ShellProxy(await self._charge_policy("sandbox", self._inner.shell()), self._charge_policy)
 
     async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
-        data: bytes = await self._charge_policy("sandbox", self.inner.read(path, limit=limit, timeout=timeout))
+        data: bytes = await self._charge_policy("sandbox", self._inner.read(path, limit=limit, timeout=timeout))
         return data
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
-        await self._charge_policy("sandbox", self.inner.write(path, data, mode=mode, timeout=timeout))
+        await self._charge_policy("sandbox", self._inner.write(path, data, mode=mode, timeout=timeout))
 
     async def upload(
         self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
     ) -> None:
-        uploading = self.inner.upload(source, target, inside=inside, timeout=timeout)
+        uploading = self._inner.upload(source, target, inside=inside, timeout=timeout)
         await self._charge_policy("sandbox", uploading)
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
-        downloading = self.inner.download(source, target, limit=limit, timeout=timeout)
+        downloading = self._inner.download(source, target, limit=limit, timeout=timeout)
         await self._charge_policy("sandbox", downloading)
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
-        name: str = await self._charge_policy("sandbox", self.inner.snapshot(timeout=timeout))
+        name: str = await self._charge_policy("sandbox", self._inner.snapshot(timeout=timeout))
         return name
 
     async def fork(self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None) -> Sandbox:
-        forking = self.inner.fork(snapshot, timeout=timeout, spec=spec)
+        forking = self._inner.fork(snapshot, timeout=timeout, spec=spec)
         fork: Sandbox = await self._charge_policy("sandbox", forking)
         self._forks.append(fork)
         return SandboxProxy(fork, self._charge_policy, self._forks)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
-        diffing = self.inner.diff(snapshot, timeout=timeout)
+        diffing = self._inner.diff(snapshot, timeout=timeout)
         changes: Mapping[str, str] = await self._charge_policy("sandbox", diffing)
         return changes
 
     @property
     def inside_url(self) -> str:
         """URL at which programs in the sandbox reach the gateway; empty if the sandbox has no network `model`."""
-        return self.inner.inside_url if isinstance(self.inner, SupportsModelNetwork) else ""
+        return self._inner.inside_url if isinstance(self._inner, SupportsModelNetwork) else ""
 
     def listener(self) -> socket.socket:
-        if not isinstance(self.inner, SupportsModelNetwork):
+        if not isinstance(self._inner, SupportsModelNetwork):
             raise SandboxError(f"sandbox {self.id} does not have the network 'model'", cause="sandbox.refused")
-        return self.inner.listener()
+        return self._inner.listener()
 
     def refuse_connections(self) -> None:
-        if isinstance(self.inner, SupportsModelNetwork):
-            self.inner.refuse_connections()
+        if isinstance(self._inner, SupportsModelNetwork):
+            self._inner.refuse_connections()
 
     async def kill_all(self, *, user: str | None = None, timeout: float = 30.0) -> None:
-        if not isinstance(self.inner, SupportsKillAll):
+        if not isinstance(self._inner, SupportsKillAll):
             raise SandboxError(
                 f"sandbox {self.id} does not support killing all processes", cause="sandbox.refused"
             )
-        await self._charge_policy("sandbox", self.inner.kill_all(user=user, timeout=timeout))
+        await self._charge_policy("sandbox", self._inner.kill_all(user=user, timeout=timeout))
 
     async def close(self) -> None:
-        await self.inner.close()
+        await self._inner.close()
 
 
 class ShellProxy:
     """Implements `rookery.sandboxes.protocol.Shell` by forwarding to another shell through `charge_policy`."""
 
     def __init__(self, inner: Shell, charge_policy: ChargePolicy) -> None:
-        self.inner = inner
+        self._inner = inner
         self._charge_policy = charge_policy
 
     async def run(self, script: str, *, timeout: float, outside: Callable[[], float] | None = None) -> ExecResult:
-        running = self.inner.run(script, timeout=timeout, outside=outside)
+        running = self._inner.run(script, timeout=timeout, outside=outside)
         result: ExecResult = await self._charge_policy("sandbox", running)
         return result
 
     async def close(self) -> None:
-        await self.inner.close()
+        await self._inner.close()

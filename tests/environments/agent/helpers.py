@@ -16,12 +16,12 @@ from rookery import Context, Engine
 from rookery.core import Group, Rollout, RookeryError, Sampling, label
 from rookery.environments.agent import AgentEnvironment, find_launcher
 from rookery.environments.agent.installation import get_agents_dir, host_python, install_agent
-from rookery.environments.sandbox_proxy import SandboxProxy
 from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.upstreams import UpstreamConfig
 from tests.engine.conftest import QUICK
 from tests.engine_standins import StandinServer
+from tests.environments.helpers import unwrap_sandbox
 from tests.servers import Answer, ModelServer, Request
 from tests.waiting import wait_until
 
@@ -185,8 +185,7 @@ class RecordsSandboxPids(AgentEnvironment):
     """Appends the PID whose death ends the sandbox to `SANDBOX_PIDS` before each agent starts."""
 
     async def _make_command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
-        inner: Any = sandbox.inner if isinstance(sandbox, SandboxProxy) else sandbox
-        SANDBOX_PIDS.append(inner.handle.pid)
+        SANDBOX_PIDS.append(unwrap_sandbox(sandbox).handle.pid)
         return await super()._make_command(ctx, sandbox, session)
 
 
