@@ -75,6 +75,7 @@ class Worker(AsyncClosesOnExit):
         self.restarts_left = restarts
         self.losses = 0
         self.sandbox = sandbox
+        """The sandbox that the interpreter runs in."""
         self._counting = sandbox if isinstance(sandbox, SupportsLimitCounters) else None
         self._functions = functions
         self._cwd = cwd
@@ -84,6 +85,7 @@ class Worker(AsyncClosesOnExit):
         self._number = 0
         self._lock = asyncio.Lock()
         self.process: WorkerProcess | None = None
+        """The interpreter's process; None before its first start and after it was killed."""
         self._hello: asyncio.Future[list[bytes]] | None = None
         self._run: CellRun | None = None
         self._notes: list[str] = []

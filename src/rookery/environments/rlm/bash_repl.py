@@ -70,6 +70,7 @@ class BashRepl:
     def __init__(self, sandbox: Sandbox, functions: ReplFunctions, options: RlmOptions) -> None:
         self.functions = functions
         self.sandbox = sandbox
+        """The sandbox that the shell runs in. The REPL does not close it."""
         self._options = options
         self.secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None

@@ -90,6 +90,7 @@ class PythonRepl:
     ) -> None:
         self.functions = functions
         self.worker = worker
+        """The worker that runs the cells. The REPL closes it."""
         self._placed = placed
         self._options = options
         self._losses_seen = 0

@@ -124,6 +124,7 @@ class ServiceProvider:
         self.name = service.name
         self.isolated = service.isolated
         self.service = service
+        """The service whose machines the sandboxes run in."""
         self._home = home
         self._hosts: set[RemoteHost] = set()
         self._creating = asyncio.Semaphore(MAX_CREATING)
