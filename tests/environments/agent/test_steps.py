@@ -252,7 +252,7 @@ async def test_concurrent_gradings_are_limited_by_the_grading_slots(
 
     monkeypatch.setattr(SweGrader, "grade", count_grading)
     slots = GradingSlots(1, f"test-{os.getpid()}")
-    monkeypatch.setattr(task_kinds, "open_grading_slots", lambda: slots)
+    monkeypatch.setattr(task_kinds, "get_grading_slots", lambda: slots)
     env = AgentEnvironment("program", script=write_program(tmp_path, RUN_REPLY))
     model = model_that_runs(**{"First,": "echo 1 > one.txt", "Second": "true"})
     async with ModelServer(model) as server, scripted_engine(server, env, tmp_path) as engine:

@@ -152,7 +152,7 @@ async def grade_program(
 
 
 @functools.cache
-def open_grading_slots() -> GradingSlots:
+def get_grading_slots() -> GradingSlots:
     """Return the semaphore that limits how many `swe` submissions of this run are graded at once on this machine.
 
     It is shared by all processes of the run, and with the `swe` environment.
@@ -163,4 +163,4 @@ def open_grading_slots() -> GradingSlots:
 async def grade_current_step(ctx: Context, low: float, high: float) -> Score:
     """Grade the current state of the sandbox as the result of the current step."""
     grader = SweGrader(ctx.sandbox, ctx.state["task"], low=low, high=high, on_submission=store_submissions(ctx))
-    return await grade_step(ctx, grader, ctx.state["step"], open_grading_slots())
+    return await grade_step(ctx, grader, ctx.state["step"], get_grading_slots())
