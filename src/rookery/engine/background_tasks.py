@@ -1,6 +1,7 @@
-"""Asyncio tasks that run in the background: those of an attempt, and those of an object of Rookery.
+"""Track the asyncio tasks of an object of Rookery or of an attempt, so that they can be cancelled with it.
 
-A task that an attempt starts is cancelled when the attempt ends, unless it was started with `start_detached`.
+This module runs in the supervisor, in runners and in the agents of a cluster's nodes. A task that an attempt
+starts is cancelled when the attempt ends, unless it was started with `start_detached`.
 """
 
 import asyncio
@@ -19,10 +20,6 @@ class BackgroundTasks:
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def __len__(self) -> int:
-        """The number of running tasks."""
-        return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -38,7 +38,14 @@ class ResolverOwner(Protocol):
 
 
 class NetworkedSandbox(GuardedSandbox):
-    """A guarded sandbox with a socket on its loopback interface."""
+    """A guarded sandbox with its own users and with a socket on its loopback interface.
+
+    This class resolves the users of commands, makes the variables that every command gets, with `WORK` as home
+    directory, and serves the networks: it hands out the socket for `model`, and starts the proxy for `allow`.
+    Subclasses set `_uid` and `_base_env`, choose the working directory of commands, and provide the socket and the
+    access to files. `close` ends file transfers, closes the descriptors of files, ends the proxy, and ends the
+    guard last.
+    """
 
     def __init__(self, identity: str, spec: SandboxSpec, marker: str, on_closed: Callable[[Any], None]) -> None:
         super().__init__(identity, spec, marker, on_closed)
