@@ -19,8 +19,8 @@ from rookery.core import TruncatedReason, UsageError
 from rookery.gateway.client import SessionRecord
 from rookery.gateway.gateway_session import SANDBOX_KEY
 from rookery.gateway.listener_forwarder import ForwardedCalls, ForwardTarget, ListenerForwarder
-from rookery.upstreams.http_upstream import read_key
 from rookery.upstreams.protocol import Upstream, UpstreamConfig
+from rookery.upstreams.registry import read_key
 from rookery.upstreams.urls import Address
 
 HIDDEN: Final = b"[API key]"

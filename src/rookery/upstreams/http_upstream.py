@@ -23,7 +23,6 @@ Guarantees:
 
 import asyncio
 import logging
-import os
 import random
 import secrets
 from collections.abc import Awaitable, Callable
@@ -57,6 +56,7 @@ from rookery.upstreams.protocol import (
     UpstreamConfig,
     UpstreamInfo,
 )
+from rookery.upstreams.registry import read_key
 from rookery.upstreams.replica import (
     MISSING,
     CallbackError,
@@ -633,16 +633,3 @@ def _encoding_error(error: Exception) -> UpstreamError:
     if isinstance(error, UsageError):
         return UpstreamError(str(error), cause="upstream.rejected")
     return UpstreamError(f"the request cannot be encoded as JSON: {describe(error)}", cause="upstream.rejected")
-
-
-def read_key(config: UpstreamConfig, key: str | None = None) -> str | None:
-    """Return the API key of an upstream: `key`, or that in an environment variable; None if there is none."""
-    names = [config.key_env] if config.key_env != "ROOKERY_API_KEY" else [config.key_env, "OPENAI_API_KEY"]
-    if key is None:
-        key = next((found for name in names if name and (found := os.environ.get(name))), None)
-    key = key.strip() if key else None
-    if key and not (key.isascii() and key.isprintable()):
-        raise UsageError(
-            "the inference engine's API key has characters that no HTTP header can contain; set it again"
-        )
-    return key or None

@@ -6,6 +6,7 @@ named here.
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,19 @@ def open_upstream(config: UpstreamConfig, key: str | None = None) -> Upstream:
     if kind == AUTO:
         kind = _DEFAULT
     return load_kind(kind)(msgspec.structs.replace(config, kind=kind), key=key)
+
+
+def read_key(config: UpstreamConfig, key: str | None = None) -> str | None:
+    """Return the API key of an upstream: `key`, or that in an environment variable; None if there is none."""
+    names = [config.key_env] if config.key_env != "ROOKERY_API_KEY" else [config.key_env, "OPENAI_API_KEY"]
+    if key is None:
+        key = next((found for name in names if name and (found := os.environ.get(name))), None)
+    key = key.strip() if key else None
+    if key and not (key.isascii() and key.isprintable()):
+        raise UsageError(
+            "the inference engine's API key has characters that no HTTP header can contain; set it again"
+        )
+    return key or None
 
 
 def load_kind(kind: str) -> Callable[..., Upstream]:
