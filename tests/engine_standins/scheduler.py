@@ -39,6 +39,9 @@ class Engine:
         self.version = "default"
         """The weight version that the server reports. Both engines report this default until it is changed."""
         self.live: dict[str, list[StandinJob]] = {}
+        self.disconnected: set[str] = set()
+        """Names of requests whose client closed the connection. SGLang notices that only after seconds, and
+        accepts aborts of these names until then."""
         self.drawn = 0
         self._condemned: list[StandinJob] = []
         """Sequences that were aborted during a pause and end after it."""
@@ -56,6 +59,9 @@ class Engine:
             self.live.setdefault(name, []).append(job)
         try:
             yield
+        except asyncio.CancelledError:
+            self.disconnected.update(names)
+            raise
         finally:
             for name, job in zip(names, jobs, strict=True):
                 self.live[name].remove(job)

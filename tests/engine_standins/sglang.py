@@ -6,7 +6,8 @@ Behaviour:
 - a pause in mode `in_place` freezes sequences between two tokens and keeps their keys and values. Mode `retract`
   computes these again. Mode `abort` ends every request with the tokens sampled so far;
 - a running request that is aborted during a pause ends after the pause, because SGLang ends it at its next token;
-- an abort names a `rid`, and applies to every request whose `rid` begins with it;
+- an abort names a `rid`, and applies to every request whose `rid` begins with it, also after the client of the
+  named request has closed its connection;
 - a stream of `/generate` begins before its request is validated: an error is an event after status 200;
 - a sampling parameter that does not exist, or has a wrong type, is a server error;
 - model names are not checked. The version of the weights is a string, `default` until it is set.

@@ -49,7 +49,7 @@ class Control:
         body = convert(await self._standin.body(request), bodies.Abort)
         if body.abort_all:
             await self._engine.abort(gently=True)
-        elif body.rid and body.rid in self._engine.live:
+        elif body.rid and (body.rid in self._engine.live or body.rid in self._engine.disconnected):
             await self._engine.abort(body.rid, gently=True)
         return web.Response(status=200)
 

@@ -165,6 +165,23 @@ async def test_aborting_a_queued_request_returns_sglangs_message() -> None:
         await server.post("/continue_generation", {})
 
 
+async def test_abort_of_a_disconnected_request_applies_to_ids_that_begin_with_its_id() -> None:
+    async with standin("sglang") as server:
+        await server.post("/pause_generation", {"mode": "in_place"})
+        first = asyncio.create_task(server.post("/generate", new_body(rid="req")))
+        await server.until(0, 1)
+        first.cancel()
+        await server.until(0, 0)
+        retries = [asyncio.create_task(server.post("/generate", new_body(rid=rid))) for rid in ("req.1", "1.req")]
+        await server.until(0, 2)
+        await server.post("/abort_request", {"rid": "req"})
+        _, aborted = await retries[0]
+        assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
+        await server.post("/continue_generation", {})
+        _, complete = await retries[1]
+        assert complete["meta_info"]["finish_reason"]["type"] == "length"
+
+
 async def test_refused_request_is_answered_in_the_format_of_its_endpoint() -> None:
     async with standin("sglang") as server:
         for params in (
