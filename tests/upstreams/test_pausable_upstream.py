@@ -234,7 +234,7 @@ async def test_aborted_calls_continue_from_their_sampled_tokens(can, streamed):
     assert second.tokens == request.tokens + reply.sampled[: 4 * kept]
     assert second.sampling.max_tokens == 40 - kept
     assert (second.sampling.seed == 9) == (kept == 0)
-    assert second.id == f"call+{1 if kept else 0}"
+    assert second.id == f"{1 if kept else 0}+call"
     assert by_token(reply) == [1] * kept + [2] * (40 - kept)
 
 

@@ -327,11 +327,23 @@ async def test_cancelled_call_is_aborted_by_its_id(streamed, how):
         assert engine.requests_to("/abort_request")[0].body == {"rid": engine.requests_to(GENERATE)[0].body["rid"]}
 
 
+@pytest.mark.parametrize("given", ["", "c"])
+async def test_id_of_a_retry_does_not_begin_with_an_earlier_id(given):
+    async with Engine() as engine, of_kind("sglang", engine.url, retries=2) as up:
+        busy = Play({"error": {"message": "busy"}}, status=503)
+        engine.on(GENERATE, busy, busy, Play(answer([7])))
+        await up.complete(msgspec.structs.replace(TOKENS, id=given), timeout=60)
+        ids = [request.body["rid"] for request in engine.requests_to(GENERATE)]
+    assert len(ids) == 3
+    assert not any(late.startswith(early) for at, early in enumerate(ids) for late in ids[at + 1 :])
+    assert all(len(one) >= 16 for one in ids) if not given else ids == ["c", "1.c", "2.c"]
+
+
 async def test_finished_call_is_not_aborted_and_a_retry_has_another_id():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play({}, cut=0), Play(answer([7])))
         await up.complete(msgspec.structs.replace(TOKENS, id="c"), timeout=60)
-        assert [request.body["rid"] for request in engine.requests] == ["c", "c.1"]
+        assert [request.body["rid"] for request in engine.requests] == ["c", "1.c"]
         assert not engine.requests_to("/abort_request")
         assert not up.maintenance.tasks or all(
             task.done() or "_update_concurrency_limit" in repr(task) for task in up.maintenance.tasks

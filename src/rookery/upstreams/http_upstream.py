@@ -111,7 +111,7 @@ class _Call(msgspec.Struct, eq=False):
     omit: frozenset[str]
     """Rejected fields and, with a leading slash, paths of endpoints that the server lacks."""
     id: str
-    """The ID of the first try; empty if the request has none."""
+    """The caller's ID; empty if the request has none."""
     chose_seed: bool = False
     """True if the seed is not the caller's."""
     queued: float = 0.0
@@ -391,8 +391,11 @@ class HttpUpstream:
         call.dropped += failure.kind in ("dropped", "error")
         call.avoid, call.resend_to = replica, None
         call.omit = frozenset(name for name in call.omit if not name.startswith("/"))  # another server may have it
-        if call.id:  # the inference engine may still know the last ID
-            call.request = msgspec.structs.replace(call.request, id=f"{call.id}.{call.failures}")
+        # Another ID, because the server may still know the last one. It does not begin with the last one, because
+        # SGLang aborts every call whose ID begins with the ID in an abort request.
+        if call.request.id:
+            next_id = f"{call.failures}.{call.id}" if call.id else secrets.token_hex(12)
+            call.request = msgspec.structs.replace(call.request, id=next_id)
         return delay
 
     def _note_success(self, replica: Replica, omit: frozenset[str], started: float) -> None:
@@ -447,7 +450,7 @@ class HttpUpstream:
             seed = (request.seed >> 32) & 0x7FFF_FFFF
             changes["sampling"] = msgspec.structs.replace(sampling, seed=seed)
         if self.needs_ids and not request.id:
-            changes["id"] = call.id = secrets.token_hex(12)
+            changes["id"] = secrets.token_hex(12)
         if changes:
             call.request = msgspec.structs.replace(request, **changes)
         try:

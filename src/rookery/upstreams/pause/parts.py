@@ -62,10 +62,11 @@ def next_part_request(request: ModelRequest, sampled: bytes, part: int) -> Model
     """Return the request for the rest of the reply to `request`.
 
     `sampled` holds the token IDs of the earlier parts (int32). `part` is the number of the new part; it makes the
-    request ID unique.
+    request ID unique. It comes first, because SGLang aborts every call whose ID begins with the ID in an abort
+    request.
     """
     if not sampled:
-        return request if not request.id else msgspec.structs.replace(request, id=f"{request.id}+{part}")
+        return request if not request.id else msgspec.structs.replace(request, id=f"{part}+{request.id}")
     sampling = request.sampling
     count = len(sampled) // 4
     return msgspec.structs.replace(
@@ -77,7 +78,7 @@ def next_part_request(request: ModelRequest, sampled: bytes, part: int) -> Model
             seed=None if sampling.seed is None else derive_seed(sampling.seed, "part", count),
         ),
         seed=None if request.seed is None else derive_seed(request.seed, "part", count),
-        id=f"{request.id}+{part}" if request.id else "",
+        id=f"{part}+{request.id}" if request.id else "",
     )
 
 
