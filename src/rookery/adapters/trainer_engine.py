@@ -137,8 +137,8 @@ class _TrainerEngineBase:
     def _check_number(self, opened: int) -> None:
         if opened == MAX_ENGINES:
             raise UsageError(
-                f"{self.trainer} uses more than {MAX_ENGINES} different sampling settings: use fewer, because "
-                "each has an engine of its own"
+                f"{self.trainer} uses engines for more than {MAX_ENGINES} purposes, such as evaluation or other "
+                "sampling settings: use fewer, because each has an engine of its own"
             )
 
 

@@ -49,7 +49,7 @@ def make_token_function(client: Any) -> TokenFunction:
 
 
 class VerlRollouts:
-    """The engines of one process of verl: one for each of verl's sampling settings, in a thread of its own.
+    """The engines of one process of verl: one for each purpose, in a thread of its own.
 
     They are closed by `close`, and at the latest when the interpreter exits.
     """
