@@ -5,6 +5,7 @@ import asyncio
 import importlib
 import logging
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rookery.adapters.nemo_gym.server import NemoGymServer
 from rookery.adapters.tinker import TinkerPolicy
 from rookery.adapters.trainer_engine import ThreadedTrainerEngine, TrainerEngine
 from rookery.adapters.verifiers.server import VerifiersServer
+from rookery.adapters.verifiers.taskset_package import write_package
 from tests.adapters.kit import ScriptedEnvironment
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +101,13 @@ def test_tested_range_names_the_package_and_two_versions(name: str) -> None:
     package, oldest, before = importlib.import_module(f"rookery.adapters.{name}").TESTED
     assert package == RANGES[name]
     assert compatibility.parse_release(oldest) < compatibility.parse_release(before)
+
+
+def test_generated_taskset_package_needs_the_tested_versions(tmp_path: Path) -> None:
+    write_package([], tmp_path, "tasks", "tcp://127.0.0.1:5000")
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    package, oldest, before = importlib.import_module("rookery.adapters.verifiers.server").TESTED
+    assert project["dependencies"] == [f"{package}>={oldest},<{before}"]
 
 
 class NoPolicy:

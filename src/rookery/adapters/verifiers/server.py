@@ -12,11 +12,10 @@ import msgspec
 from rookery.adapters.compatibility import check_version, parse_sampling
 from rookery.adapters.rollout_service import RolloutService
 from rookery.adapters.verifiers.episodes import make_episode
-from rookery.adapters.verifiers.taskset_package import write_package
+from rookery.adapters.verifiers.taskset_package import TESTED, write_package
 from rookery.core import RookeryError, Task, UsageError
 from rookery.core.errors import describe
 
-TESTED: Final = ("verifiers", "0.4.0", "0.4.1")
 MAX_MESSAGE: Final = 256 << 20
 SEND_SECONDS: Final = 60
 """A reply to a client that does not receive is dropped after this time, so that others get theirs."""

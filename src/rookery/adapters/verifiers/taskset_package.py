@@ -8,6 +8,8 @@ import msgspec
 
 from rookery.core import Task
 
+TESTED: Final = ("verifiers", "0.4.0", "0.4.1")
+"""The package, the oldest version that was tested, and the version at which the tested range ends."""
 PROJECT: Final = """\
 [build-system]
 requires = ["hatchling"]
@@ -18,7 +20,7 @@ name = "{name}"
 version = "0.1.0"
 description = "Tasks of Rookery for verifiers"
 requires-python = ">=3.11"
-dependencies = ["verifiers>=0.4,<0.5"]
+dependencies = ["{requirement}"]
 
 [tool.hatch.build.targets.wheel]
 packages = ["{module}"]
@@ -83,11 +85,12 @@ id = "{name}"
 
 def write_package(tasks: list[Task], folder: Path, name: str, url: str) -> list[Path]:
     """Write an installable taskset package and a part of a prime-rl configuration; return the files."""
+    requirement = "{}>={},<{}".format(*TESTED)
     name = "rookery-" + (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "tasks")
     module = name.replace("-", "_")
     (folder / module).mkdir(parents=True, exist_ok=True)
     files = {
-        folder / "pyproject.toml": PROJECT.format(name=name, module=module),
+        folder / "pyproject.toml": PROJECT.format(name=name, module=module, requirement=requirement),
         folder / "prime-rl.toml": CONFIG.format(name=name, url=url),
         folder / module / "__init__.py": MODULE,
         folder / module / "tasks.jsonl": "".join(msgspec.json.encode(task).decode() + "\n" for task in tasks),
