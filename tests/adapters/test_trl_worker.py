@@ -197,6 +197,19 @@ def test_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -> 
     assert figures["rookery/tokens_without_logprob_total"] == 2.0
 
 
+def test_clipped_tokens_are_not_counted_as_lacking_logprobs() -> None:
+    some = Segment(
+        tokens=ints([1, 2, 3]), mask=b"\0\1\1", logprobs=floats([0.0, -1.0, -1.0]), versions=(Span(1, 3, 0),)
+    )
+    rollouts = tuple(
+        Rollout(id=f"0.{n}", group=0, member=n, task="t", outcome=Completed(), reward=float(n), segments=[some])
+        for n in range(2)
+    )
+    samples, figures = make_samples(Group(index=0, task=Task(id="t"), rollouts=rollouts), context=2)
+    assert [sample.completion_mask.tolist() for sample in samples] == [[0, 1]] * 2
+    assert "rookery/tokens_without_logprob_total" not in figures
+
+
 def test_untrainable_rollout_is_missing_and_affects_no_other() -> None:
     good = Segment(tokens=ints([1, 2]), mask=b"\0\1", logprobs=floats([0.0, -1.0]), versions=(Span(1, 2, 0),))
     shifted = msgspec.structs.replace(good, logprobs=floats([-1.0, -1.0]))

@@ -23,8 +23,8 @@ def make_samples(
     group as a whole; `version` is used if no token has one. A token without a log probability does not train.
     Samples are cut to `context` tokens.
     """
-    rows = make_rows([group], BatchConfig(baseline=baseline, without_logprob="mask", extras=()))
-    rows = clip_rows(rows, context)
+    whole = make_rows([group], BatchConfig(baseline=baseline, without_logprob="mask", extras=()))
+    rows = clip_rows(whole, context)
     rollouts = [part[0] for part in split_by_rollout(rows)]
     rewards = [row.reward for row in rollouts if row.reward is not None]
     trained = [row for row in rows if row.trained]
@@ -37,7 +37,7 @@ def make_samples(
     }
     valid = {row.rollout for row in rollouts if row.valid}
     sampled = sum(one.trained for rollout in group.rollouts if rollout.id in valid for one in rollout.segments)
-    if without := sampled - sum(row.trained for row in trained):
+    if without := sampled - sum(row.trained for row in whole):
         figures["rookery/tokens_without_logprob_total"] = float(without)
     for cause, count in Counter(
         "ungraded" if row.record.ungraded else row.outcome for row in rollouts if not row.valid
