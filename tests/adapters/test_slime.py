@@ -161,6 +161,29 @@ def test_functions_pass_the_rules_of_slimes_contract_tests(
             slime.close_rollouts()
 
 
+def test_groups_whose_rollouts_have_the_same_ids_keep_their_own_advantages() -> None:
+    with installed_contract():
+        from slime.utils.types import Sample
+
+        shared = {"response_length": 1, "loss_mask": [1], "tokens": [1, 2]}
+        samples = [
+            Sample(group_index=group, index=member, reward=reward, status=Sample.Status.COMPLETED, **shared)
+            for group, rewards in enumerate([(0.0, 1.0), (4.0, 0.0)])
+            for member, reward in enumerate(rewards)
+        ]
+        alone = slime.post_process_rewards(SimpleNamespace(), samples[:2])[1]
+        raw, rewards = slime.post_process_rewards(SimpleNamespace(), samples)
+        assert rewards[:2] == alone
+        assert (rewards[2] > 0, rewards[3] < 0) == (True, True)
+        data = slime.convert_samples(SimpleNamespace(), samples)
+        assert data["rewards"] == rewards
+        assert data["raw_reward"] == raw
+        assert data["rollout_mask_sums"] == [1] * 4
+        samples[0].index = None
+        with pytest.raises(UsageError):
+            slime.post_process_rewards(SimpleNamespace(), samples)
+
+
 def test_data_source_continues_after_load(args: Any) -> None:
     source = slime.RookeryDataSource(args)
     assert len(source) == 3
