@@ -1,6 +1,9 @@
 """Checks at the start: versions, sampling parameters, context length and tokenizer."""
 
+import asyncio
 import logging
+import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from rookery import Limits, Sampling, SyncEngine, Task
 from rookery.adapters.compatibility import RolloutChecks, TrainerSettings, check_version
 from rookery.adapters.trainer_engine import MAX_ENGINES, ThreadedTrainerEngine
 from rookery.core import UsageError
+from rookery.engine import Engine
 from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
 from tests.adapters.trl_kit import tiny
 
@@ -96,6 +100,21 @@ def test_engine_in_a_trainer_refuses_what_contradicts_it_and_is_closed(tmp_path:
         tokenizer.size = 100
         with pytest.raises(UsageError):
             rollouts.submit(task, 2, settings).result(60)
+        tokenizer.size = ByteTokenizer().size
+        closing = threading.Thread(target=rollouts.close, daemon=True)
+
+        async def run_while_closing(engine: Engine) -> None:
+            closing.start()
+            while rollouts.engine is not None:
+                await asyncio.sleep(0.01)
+            await rollouts.run(engine, task, 2, settings)
+
+        running = rollouts.open(settings).submit(run_while_closing)
+        with pytest.raises(CancelledError):
+            running.result(60)
+        closing.join(60)
+        assert not closing.is_alive()
+        rollouts.open(settings)
         for number in range(MAX_ENGINES - 1):
             rollouts.open(settings, purpose=number)
         with pytest.raises(UsageError):

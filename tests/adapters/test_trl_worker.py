@@ -1,7 +1,9 @@
 """The rollout worker for TRL's asynchronous trainer, with real rollouts on a CPU."""
 
+import asyncio
 import math
 import queue
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from rookery.adapters.trl import (
 )
 from rookery.adapters.trl.samples import make_samples
 from rookery.core import Completed, Failed, RookeryError, Span, UsageError, floats, ints
+from rookery.engine import Engine
 from rookery.training.advantages import compute_advantages
 from rookery.upstreams.embedded import Weights, chat
 from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
@@ -304,6 +307,33 @@ def test_changed_temperature_or_another_tokenizer_ends_the_worker(
             unhealthy(worker, 60.0)
     finally:
         worker.stop()
+    assert workers() == []
+
+
+def test_delivery_while_the_engine_closes_does_not_block_it(policy: Path, workers: Workers) -> None:
+    args = SimpleNamespace(**{**vars(TRAINER_ARGS), "temperature": 1.0})
+    tasks = [{"id": "t", "prompt": "x", "action": "hang"}]
+    worker = working(FaultyEnvironment(), policy, tasks=tasks, args=args)
+    begun, delivered = threading.Event(), threading.Event()
+
+    async def deliver_when_cancelled(_: Engine) -> None:
+        try:
+            begun.set()
+            await asyncio.sleep(3600)
+        finally:
+            await worker.deliver(Group(index=0, task=Task(id="t"), rollouts=()))
+            delivered.set()
+
+    worker.start()
+    engine = worker._rollouts.engine
+    assert engine is not None
+    engine.submit(deliver_when_cancelled)
+    assert begun.wait(60)
+    stopping = threading.Thread(target=worker.stop, daemon=True)
+    stopping.start()
+    stopping.join(60)
+    assert not stopping.is_alive()
+    assert delivered.is_set()
     assert workers() == []
 
 

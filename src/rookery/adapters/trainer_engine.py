@@ -207,7 +207,10 @@ class _EngineHolder:
 
 
 class ThreadedTrainerEngine(_TrainerEngineBase, ClosesOnExit):
-    """Runs groups in threads of its own. Its methods may be called from any thread."""
+    """Runs groups in threads of its own. Its methods may be called from any thread.
+
+    In an engine's own event loop, call only `run` and `check_unchanged`: the others wait for locks or threads.
+    """
 
     def __init__(self, env: Environment | str, **options: Any) -> None:
         super().__init__(env, **options)
@@ -244,6 +247,15 @@ class ThreadedTrainerEngine(_TrainerEngineBase, ClosesOnExit):
         opened = self._holder.opened.get(TRAINING)
         return None if opened is None else opened.engine
 
+    def check_unchanged(self, settings: TrainerSettings) -> None:
+        """Raise `UsageError` if the settings differ from those with which the engine for training has opened.
+
+        This takes no lock, so that an engine's event loop can call it while `close` waits for that event loop.
+        """
+        opened = self._holder.opened.get(TRAINING)
+        if opened is not None:
+            opened.checks.check_unchanged(settings)
+
     def check(self, groups: Iterable[Group], *, purpose: Hashable = TRAINING) -> None:
         """Raise `UsageError` if tokens of these groups do not fit the trainer, and log the missing rollouts."""
         self._holder.opened[purpose].check(groups)
@@ -262,15 +274,21 @@ class ThreadedTrainerEngine(_TrainerEngineBase, ClosesOnExit):
         self, task: Task, k: int, settings: TrainerSettings, *, purpose: Hashable = TRAINING
     ) -> "Future[Group]":
         """Start k rollouts of a task, and return a future of the group. Cancelling it cancels them."""
-        self.open(settings, purpose=purpose)
-        opened = self._holder.opened[purpose]
+        return self.open(settings, purpose=purpose).submit(
+            lambda engine: self.run(engine, task, k, settings, purpose=purpose)
+        )
 
-        async def run(engine: Engine) -> Group:
-            group = await opened.requests.run(engine, task, k)
-            await asyncio.to_thread(opened.check, [group])
-            return group
-
-        return opened.engine.submit(run)
+    async def run(
+        self, engine: Engine, task: Task, k: int, settings: TrainerSettings, *, purpose: Hashable = TRAINING
+    ) -> Group:
+        """Run k rollouts of a task in the event loop of `engine`, which `open` has opened for this purpose."""
+        opened = self._holder.opened.get(purpose)
+        if opened is None:
+            raise asyncio.CancelledError  # `close` is about to cancel everything in this event loop
+        opened.checks.check_unchanged(settings)
+        group = await opened.requests.run(engine, task, k)
+        await asyncio.to_thread(opened.check, [group])
+        return group
 
     def close(self) -> None:
         """Cancel running rollouts and close the engines. A later request opens new ones."""

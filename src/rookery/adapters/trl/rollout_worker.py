@@ -112,7 +112,7 @@ class RolloutWorker(BackgroundRollouts):
         """
         if self._args is not None:
             now = get_settings(self._args)
-            self._rollouts.open(msgspec.structs.replace(now, context=self._settings.context))
+            self._rollouts.check_unchanged(msgspec.structs.replace(now, context=self._settings.context))
         samples, figures = make_samples(
             group, baseline=self._baseline, version=self.version, context=self._settings.context
         )

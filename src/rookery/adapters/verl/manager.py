@@ -3,7 +3,6 @@
 verl calls `generate_sequences` without waiting; rows appear in its TransferQueue when a group has finished.
 """
 
-import asyncio
 import logging
 from concurrent.futures import Future, wait
 from functools import partial
@@ -77,7 +76,7 @@ class RookeryManager:
         self._rollouts.engines.close()
 
     async def _run_prompt(
-        self, fields: dict[str, Any], validate: bool, settings: TrainerSettings, _: Engine
+        self, fields: dict[str, Any], validate: bool, settings: TrainerSettings, engine: Engine
     ) -> None:
         import transfer_queue as tq
 
@@ -90,7 +89,8 @@ class RookeryManager:
                 )
             await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": "running"})
             k = int(fields.pop("__rollout_n__", self._sizes[validate]))
-            group = await asyncio.wrap_future(self._rollouts.start(fields, k, settings, validate))
+            task = self._rollouts.find_task(fields)
+            group = await self._rollouts.engines.run(engine, task, k, settings, purpose=validate)
             if await _put_rows(group, fields, partition, self._rollouts.baseline):
                 status = "finished"  # also if some members are missing
         except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from rookery.adapters.compatibility import TrainerSettings, check_choice
 from rookery.adapters.task_rows import TASK_KEY
 from rookery.adapters.trainer_engine import ThreadedTrainerEngine
-from rookery.core import Finish, Group, UsageError
+from rookery.core import Finish, Group, Task, UsageError
 from rookery.training.rows import Row
 from rookery.upstreams.token_function import TokenCall, TokenFunction, TokenResult
 
@@ -111,9 +111,12 @@ class VerlRollouts:
         self, fields: dict[str, Any], k: int, settings: TrainerSettings, purpose: Hashable
     ) -> "Future[Group]":
         """Start k rollouts of the task in a row of verl's dataset. Each purpose has an engine of its own."""
+        return self.engines.submit(self.find_task(fields), k, settings, purpose=purpose)
+
+    def find_task(self, fields: dict[str, Any]) -> Task:
+        """Return the task in a row of verl's dataset."""
         name = (fields.get("extra_info") or {}).get(TASK_KEY)
-        task = self.engines.find_task(fields.get("raw_prompt"), name)
-        return self.engines.submit(task, k, settings, purpose=purpose)
+        return self.engines.find_task(fields.get("raw_prompt"), name)
 
 
 def make_output(row: Row, reward: float) -> Any:
