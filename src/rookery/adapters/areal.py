@@ -8,7 +8,8 @@ Guarantees:
 - Token IDs, masks, log probabilities and the policy version of every token are those of the journal.
 - AReaL normalises rewards in slices of a fixed size, which a missing member or a second segment would shift. So
   the workflow runs the whole group and returns advantages as `rewards`; normalisation by AReaL is refused.
-- Sampling parameters that contradict `gconfig` are refused. With `tokenizer`, the first rollouts are decoded and
+- Sampling parameters that contradict `gconfig` are refused. All rollouts sample with the values that `gconfig` had
+  when the workflow was made; an episode that begins after a change is refused. With `tokenizer`, the first rollouts are decoded and
   compared, so that a policy with another tokenizer is noticed.
 - A missing rollout has no row, and the advantages of the others do not count it. Without a valid rollout the
   result is None, which AReaL rejects.
@@ -16,11 +17,12 @@ Guarantees:
 
 import uuid
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, Final
 
 import numpy as np
 
-from rookery.adapters.compatibility import TrainerSettings
+from rookery.adapters.compatibility import RolloutChecks, TrainerSettings
 from rookery.adapters.trainer_engine import TrainerEngine
 from rookery.core import Extra, Finish, UsageError
 from rookery.environments import Environment
@@ -31,6 +33,15 @@ from rookery.upstreams.token_function import TokenCall, TokenResult
 TESTED: Final = ("areal", "1.0.4", "1.1")
 NO_TOP_K: Final = 100_000_000
 """AReaL's `top_k` for all tokens."""
+OTHER_FIELDS: Final = (
+    "min_new_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "stop",
+    "frequency_penalty",
+    "use_beam_search",
+)
+"""Fields of `gconfig` that change what is sampled, besides those that `TrainerSettings` has."""
 VERSIONS: Final = "areal_versions"
 """Name of the per-token array that carries AReaL's policy versions through the journal."""
 
@@ -65,36 +76,42 @@ def make_workflow(
 
         def __init__(self) -> None:
             self._engine: Any = None
+            self._gconfig = gconfig.new()
+            settings = _get_settings(self._gconfig)
+            self._checks = RolloutChecks("AReaL", settings)
             self.rollouts = TrainerEngine(
                 env,
                 trainer="AReaL",
                 tested=TESTED,
-                settings=_get_settings(gconfig),
+                settings=settings,
                 generate=self._generate,
                 **options,
             )
 
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
             """Run the group of a row, and return the sequences of its valid members as padded tensors."""
+            self._checks.check_unchanged(_get_settings(gconfig))
             self._engine = engine
             task = self.rollouts.find_task(data.get("prompt", data.get("messages")), data.get("task"))
-            rows = make_rows([await self.rollouts.run(task, k, _get_settings(gconfig))], batch or BatchConfig())
+            rows = make_rows([await self.rollouts.run(task, k)], batch or BatchConfig())
             return make_tensors([row for row in rows if row.trained])
 
         async def _generate(self, call: TokenCall) -> TokenResult:
-            return await generate(self._engine, gconfig, call)
+            return await generate(self._engine, self._gconfig, call)
 
     return RookeryWorkflow()
 
 
 def _get_settings(gconfig: Any) -> TrainerSettings:
     """Return what AReaL assumes about rollouts."""
+    others = {name: getattr(gconfig, name, None) for name in OTHER_FIELDS}
     return TrainerSettings(
-        temperature=gconfig.temperature,
+        temperature=0.0 if gconfig.greedy else gconfig.temperature,
         top_p=gconfig.top_p,
         top_k=-1 if gconfig.top_k >= NO_TOP_K else gconfig.top_k,
         max_tokens=gconfig.max_new_tokens,
         context=gconfig.max_tokens,
+        extra=deepcopy({name: value for name, value in others.items() if value}),
     )
 
 

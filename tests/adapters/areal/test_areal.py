@@ -141,14 +141,57 @@ async def test_normalisation_by_areal_and_other_sampling_parameters_are_refused(
         make_workflow(tmp_path, 1, task)
 
 
-async def test_sampling_parameters_that_areal_changed_are_noticed(tmp_path: Path) -> None:
+class ChangingEngine(FakeEngine):
+    """Changes a sampling parameter of AReaL's `gconfig` during the first model call, as a callback could."""
+
+    def __init__(self, gconfig: Any, name: str, value: Any) -> None:
+        super().__init__()
+        self.gconfig = gconfig
+        self.change = (name, value)
+        self.sampled_with: list[Any] = []
+
+    async def agenerate(self, request: Any) -> Any:
+        setattr(self.gconfig, *self.change)
+        self.sampled_with.append(getattr(request.gconfig, self.change[0]))
+        return await super().agenerate(request)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.7),
+        ("greedy", True),
+        ("top_k", 20),
+        ("frequency_penalty", 0.5),
+        ("min_new_tokens", 2),
+        ("stop", ["x"]),
+        ("ignore_eos", True),
+    ],
+)
+async def test_changed_sampling_parameter_does_not_reach_the_group_and_ends_the_next(
+    tmp_path: Path, name: str, value: Any
+) -> None:
     gconfig = make_gconfig()
-    workflow = make_workflow(tmp_path, 2, make_task("a", [1.0, 0.0]), gconfig=gconfig)
+    before = getattr(gconfig, name)
+    workflow = make_workflow(tmp_path, 2, make_task("a", [1.0, 0.0], conversations=2), gconfig=gconfig)
+    engine = ChangingEngine(gconfig, name, value)
+    try:
+        assert await workflow.arun_episode(engine, {"task": "a"}) is not None
+        assert engine.sampled_with == [before] * 4
+        with pytest.raises(UsageError):
+            await workflow.arun_episode(engine, {"task": "a"})
+    finally:
+        await workflow.rollouts.aclose()
+
+
+async def test_greedy_is_temperature_zero(tmp_path: Path) -> None:
+    gconfig = make_gconfig(greedy=True, stop=["x"], frequency_penalty=0.5)
+    task = make_task("a", [1.0, 0.0])
+    with pytest.raises(UsageError):
+        make_workflow(tmp_path, 2, task, gconfig=gconfig, sampling={"temperature": 1.0})
+    workflow = make_workflow(tmp_path, 2, task, gconfig=gconfig, sampling={"temperature": 0.0})
     try:
         assert await workflow.arun_episode(FakeEngine(), {"task": "a"}) is not None
-        gconfig.temperature = 0.7
-        with pytest.raises(UsageError):
-            await workflow.arun_episode(FakeEngine(), {"task": "a"})
     finally:
         await workflow.rollouts.aclose()
 
