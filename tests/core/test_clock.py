@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rookery.core import StageClock
 
 steps = st.lists(
-    st.one_of(st.just("hold"), st.just("release"), st.integers(0, 1000)),
+    st.one_of(st.just("stop"), st.just("restart"), st.integers(0, 1000)),
     max_size=60,
 )
 
@@ -19,15 +19,15 @@ def test_time_on_hold_is_not_charged_and_holds_nest(sequence: list[str | int], s
     now, holds, charged = start, 0, 0
     for step in sequence:
         match step:
-            case "hold":
-                clock.hold(now)
+            case "stop":
+                clock.stop(now)
                 holds += 1
-            case "release" if holds:
+            case "restart" if holds:
                 holds -= 1
-                assert clock.release(now) == (holds == 0)
-            case "release":
+                assert clock.restart(now) == (holds == 0)
+            case "restart":
                 with pytest.raises(ValueError):
-                    clock.release(now)
+                    clock.restart(now)
             case int():
                 now += step
                 charged += 0 if holds else step
@@ -41,12 +41,12 @@ def test_the_clock_never_runs_backwards(sequence: list[str | int], start: float,
     clock = StageClock(start, budget)
     now, holds, last = start, 0, 0.0
     for step in sequence:
-        if step == "hold":
-            clock.hold(now)
+        if step == "stop":
+            clock.stop(now)
             holds += 1
-        elif step == "release":
+        elif step == "restart":
             if holds:
-                clock.release(now)
+                clock.restart(now)
                 holds -= 1
         else:
             now += int(step) / 997

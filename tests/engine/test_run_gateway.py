@@ -215,8 +215,8 @@ def test_adopted_turns_get_unused_indices() -> None:
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 50))
 def test_waiting_time_measured_elsewhere_is_credited_once(own: float, after: float, seen: float) -> None:
     clock = StageClock(0.0, 1_000.0)
-    clock.hold(0.0)
-    clock.release(own)
+    clock.stop(0.0)
+    clock.restart(own)
     now = own + after
     clock.credit(now, seen)
     assert clock.used(now) == pytest.approx(now - max(own, min(seen, now)))

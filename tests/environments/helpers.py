@@ -67,11 +67,11 @@ class CountingWatch:
         self.waits_started: list[str] = []
         self.waits: dict[str, int] = {}
 
-    def hold(self) -> None:
-        self.clock.hold(asyncio.get_running_loop().time())
+    def stop_clock(self) -> None:
+        self.clock.stop(asyncio.get_running_loop().time())
 
-    def release(self) -> None:
-        self.clock.release(asyncio.get_running_loop().time())
+    def restart_clock(self) -> None:
+        self.clock.restart(asyncio.get_running_loop().time())
 
     def waiting(self, on: str, step: int) -> None:
         self.waits[on] = self.waits.get(on, 0) + step

@@ -298,14 +298,14 @@ async def test_deadline_excludes_time_on_hold(monkeypatch: pytest.MonkeyPatch) -
     now = [100.0]
     monkeypatch.setattr("rookery.gateway.registry.time.monotonic", lambda: now[0])
     entry = SessionEntry(SessionOpened(Registration(id="x"), b"", 0.0), StageClock(100.0, 10.0))
-    entry.hold()
+    entry.stop_clock()
     now[0] += 50
     assert entry.remaining == 10.0
-    entry.hold()
-    entry.release()
+    entry.stop_clock()
+    entry.restart_clock()
     now[0] += 50
-    entry.release()
-    entry.release()  # an extra release is allowed, because a session may end while on hold
+    entry.restart_clock()
+    entry.restart_clock()  # an extra restart is allowed, because a session may end while its clock is stopped
     assert entry.remaining == 10.0
     now[0] += 10
     with pytest.raises(Truncation) as stopped:
@@ -325,8 +325,8 @@ async def test_hold_at_the_moment_of_the_deadline_is_harmless() -> None:
                 await asyncio.get_running_loop().create_future()
             finally:
                 assert timeout.expired()
-                entry.hold()  # as a concurrent call does in the same iteration of the event loop
-                entry.release()
+                entry.stop_clock()  # as a concurrent call does in the same iteration of the event loop
+                entry.restart_clock()
 
     with pytest.raises(Truncation):
         await passes()

@@ -79,11 +79,11 @@ class Watch:
         self.idle_times = 0
         self.waits: dict[str, int] = {}
 
-    def hold(self) -> None:
+    def stop_clock(self) -> None:
         self.holds += 1
         self.total_holds += 1
 
-    def release(self) -> None:
+    def restart_clock(self) -> None:
         self.holds -= 1
         assert self.holds >= 0
 

@@ -273,7 +273,7 @@ async def test_session_deadline_excludes_pauses() -> None:
             pid = kill_shard(gateway, 0)
             await wait_for_restart(gateway, pid, 0, "a")
             assert await versions(gateway, "a") == [1]
-        # A pause that reached its deadline no longer holds the clocks of sessions.
+        # A pause that reached its deadline no longer stops the clocks of sessions.
         registration = await gateway.register({"id": "b", "budgets": {"deadline": 0.3}})
         await gateway.request("POST", "/pause", {"deadline": 0.2})
 

@@ -3,7 +3,7 @@ time.
 
 - Time for which the clock is stopped is not charged to the stage's budget. It is stopped during a pause of the
   engine and while a model call waits in the queue of the inference engine.
-- Stops nest: after `n` calls of `hold`, the clock continues with the `n`th call of `release`.
+- Stops nest: after `n` calls of `stop`, the clock continues with the `n`th call of `restart`.
 """
 
 
@@ -13,43 +13,43 @@ class StageClock:
     def __init__(self, now: float, budget: float) -> None:
         self.started = now
         self.budget = budget
-        self.held_seconds = 0.0
-        self._holds = 0
+        self.stopped_seconds = 0.0
+        self._stops = 0
         self._since = 0.0
 
-    def hold(self, now: float) -> None:
-        """Stop the clock until `release` was called as often as `hold`."""
-        if self._holds == 0:
+    def stop(self, now: float) -> None:
+        """Stop the clock until `restart` was called as often as `stop`."""
+        if self._stops == 0:
             self._since = now
-        self._holds += 1
+        self._stops += 1
 
-    def release(self, now: float) -> bool:
-        """Undo one `hold`. Return True if no other `hold` is left, so that the clock runs again."""
-        if self._holds == 0:
-            raise ValueError("release() without a matching hold() of the stage clock")
-        self._holds -= 1
-        if self._holds == 0:
-            self.held_seconds += now - self._since
-        return self._holds == 0
+    def restart(self, now: float) -> bool:
+        """Undo one `stop`. Return True if no other `stop` is left, so that the clock runs again."""
+        if self._stops == 0:
+            raise ValueError("restart() without a matching stop() of the stage clock")
+        self._stops -= 1
+        if self._stops == 0:
+            self.stopped_seconds += now - self._since
+        return self._stops == 0
 
     @property
     def stopped(self) -> bool:
-        return self._holds > 0
+        return self._stops > 0
 
-    def held_seconds_at(self, now: float) -> float:
+    def stopped_seconds_at(self, now: float) -> float:
         """Return for how many seconds in total the clock was stopped until `now`."""
-        return self.held_seconds + (now - self._since if self._holds else 0.0)
+        return self.stopped_seconds + (now - self._since if self._stops else 0.0)
 
     def credit(self, now: float, total_seconds: float) -> None:
         """Raise the total stopped time to `total_seconds` if it is lower, but not above the age of the stage.
 
         The gateway, another process, measured this total: how long an agent's model calls have waited.
         """
-        self.held_seconds += max(0.0, min(total_seconds, now - self.started) - self.held_seconds_at(now))
+        self.stopped_seconds += max(0.0, min(total_seconds, now - self.started) - self.stopped_seconds_at(now))
 
     def used(self, now: float) -> float:
         """Return the seconds since the start for which the clock was not stopped."""
-        return now - self.started - self.held_seconds_at(now)
+        return now - self.started - self.stopped_seconds_at(now)
 
     def remaining(self, now: float) -> float:
         return self.budget - self.used(now)

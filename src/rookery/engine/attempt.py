@@ -150,15 +150,15 @@ class RunningAttempt:
         self.cancelled = reason
         self._interrupt()
 
-    def hold(self) -> None:
+    def stop_clock(self) -> None:
         """Stop the clock of the current stage, so that its deadline moves."""
-        self._clock.hold(self._loop.time())
+        self._clock.stop(self._loop.time())
 
-    def release(self) -> None:
-        """Undo one `hold`. The stage's clock continues when every `hold` was undone."""
+    def restart_clock(self) -> None:
+        """Undo one `stop_clock`. The stage's clock continues when every `stop_clock` was undone."""
         if not self._clock.stopped:
-            return  # the hold belonged to a stage that has ended
-        if self._clock.release(self._loop.time()) and not self._interrupted:
+            return  # that call belonged to a stage that has ended
+        if self._clock.restart(self._loop.time()) and not self._interrupted:
             self._arm()
 
     def credit(self, total_seconds: float) -> None:
@@ -239,7 +239,7 @@ class RunningAttempt:
         began = self._loop.time()
         self._clock = StageClock(began, budget or float("inf"))
         if self.executor.paused:
-            self._clock.hold(began)
+            self._clock.stop(began)
         self._arm()
         value: Any = None
         error: BaseException | None = None
@@ -259,7 +259,7 @@ class RunningAttempt:
         self._disarm()
         if span is not None:
             span.end(*((classify_error(unwrap_group(error)), describe(error)) if error is not None else ()))
-        self._times.end_stage(stage, self._loop.time() - began, self._clock.held_seconds)
+        self._times.end_stage(stage, self._loop.time() - began, self._clock.stopped_seconds)
         return value, error
 
     def _start_span(self, stage: Stage) -> CurrentSpan | None:
@@ -365,7 +365,7 @@ class RunningAttempt:
     def _expire(self) -> None:
         self._timer = None
         if self._clock.stopped:
-            return  # `release` starts the timer again
+            return  # `restart_clock` starts the timer again
         if self._clock.remaining(self._loop.time()) > 0.001:
             self._arm()
             return

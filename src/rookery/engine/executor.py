@@ -242,17 +242,17 @@ class Executor:
     def paused(self) -> bool:
         return self.pauses.paused
 
-    def hold(self) -> None:
+    def stop_clocks(self) -> None:
         """Stop the clocks of all attempts, and create no sandboxes in advance, because of a pause."""
         self.sandboxes.pause_prewarming(paused=True)
         for attempt in self.attempts.values():
-            attempt.hold()
+            attempt.stop_clock()
 
-    def release(self) -> None:
-        """Undo `hold`."""
+    def restart_clocks(self) -> None:
+        """Undo `stop_clocks`."""
         self.sandboxes.pause_prewarming(paused=False)
         for attempt in self.attempts.values():
-            attempt.release()
+            attempt.restart_clock()
 
     # ---- shutdown
 

@@ -121,7 +121,7 @@ class GroupScheduler:
         """Rollouts that never ran, in order of admission."""
         self._retries: list[tuple[int, int, OpenRollout]] = []
         """Heap of rollouts to run again, by `admission_index` of their group, and member."""
-        self._held: dict[Requirements, deque[OpenRollout]] = {}
+        self._waiting_for_node: dict[Requirements, deque[OpenRollout]] = {}
         """Rollouts that wait for a node that meets their requirements, so that they do not delay others."""
         self._suspects: deque[OpenRollout] = deque()
         """Rollouts that must run alone in a runner, because they may have crashed one."""
@@ -190,24 +190,24 @@ class GroupScheduler:
             return heappop(self._retries)[2]
         return self._fresh.popleft() if self._fresh else None
 
-    def hold(self, rollout: OpenRollout, required: Requirements) -> None:
+    def wait_for_node(self, rollout: OpenRollout, required: Requirements) -> None:
         """Put a rollout aside until a node that meets these requirements is free."""
-        self._held.setdefault(required, deque()).append(rollout)
+        self._waiting_for_node.setdefault(required, deque()).append(rollout)
 
     @property
-    def held_count(self) -> int:
-        return sum(map(len, self._held.values()))
+    def waiting_for_node_count(self) -> int:
+        return sum(map(len, self._waiting_for_node.values()))
 
-    def held_requirements(self) -> list[Requirements]:
+    def awaited_requirements(self) -> list[Requirements]:
         """Return the different requirements for which rollouts wait."""
-        return list(self._held)
+        return list(self._waiting_for_node)
 
-    def next_held(self, required: Requirements) -> OpenRollout | None:
+    def next_waiting_for_node(self, required: Requirements) -> OpenRollout | None:
         """Remove and return the next rollout that waits for a node that meets these requirements, or None."""
-        held = self._held.get(required)
-        rollout = held.popleft() if held else None
-        if not held:
-            self._held.pop(required, None)
+        waiting = self._waiting_for_node.get(required)
+        rollout = waiting.popleft() if waiting else None
+        if not waiting:
+            self._waiting_for_node.pop(required, None)
         return rollout
 
     def next_suspect(self, accepts: Callable[[Task], bool] = lambda _: True) -> OpenRollout | None:
@@ -255,7 +255,7 @@ class GroupScheduler:
     def pop_overdue(self, now: float, limit: float) -> list[OpenRollout]:
         """Remove and return the queued rollouts that have waited for a runner for more than `limit` seconds."""
         self._move_due(now)
-        waiting = chain(self.queued(), *self._held.values(), self._suspects)
+        waiting = chain(self.queued(), *self._waiting_for_node.values(), self._suspects)
         late = [one for one in waiting if now - one.waiting_since > limit]
         if late:
             self._remove_queued(set(late))
@@ -267,15 +267,19 @@ class GroupScheduler:
         *,
         shared: bool = True,
         suspects: bool = True,
-        held: Callable[[Requirements], bool] = lambda _: False,
+        waiting_for_node: Callable[[Requirements], bool] = lambda _: False,
     ) -> None:
         """Subtract `seconds` from the waiting time of queued rollouts.
 
         Used for time in which the run was paused or all slots were in use. `shared` and `suspects` select the
-        rollouts that may run next to others, and those that must run alone. `held` selects further rollouts by the
-        requirements for which they wait.
+        rollouts that may run next to others, and those that must run alone. `waiting_for_node` selects
+        further rollouts by the requirements for which they wait.
         """
-        waiting = [rollouts for required, rollouts in self._held.items() if shared or held(required)]
+        waiting = [
+            rollouts
+            for required, rollouts in self._waiting_for_node.items()
+            if shared or waiting_for_node(required)
+        ]
         queued = self.queued() if shared else ()
         for rollout in chain(queued, *waiting, self._suspects if suspects else ()):
             rollout.waiting_since += seconds
@@ -354,8 +358,8 @@ class GroupScheduler:
         self._suspects = deque(one for one in self._suspects if one not in removed)
         self._delayed = [entry for entry in self._delayed if entry[3] not in removed]
         heapify(self._delayed)
-        for required, held in list(self._held.items()):
-            self._held[required] = deque(one for one in held if one not in removed)
+        for required, waiting in list(self._waiting_for_node.items()):
+            self._waiting_for_node[required] = deque(one for one in waiting if one not in removed)
 
     def pop_surplus(self) -> list[OpenGroup]:
         """If `want` groups are delivered, remove and return the other groups, which are not needed any more."""
@@ -368,7 +372,7 @@ class GroupScheduler:
         self.groups.clear()
         self._fresh.clear()
         self._retries.clear()
-        self._held.clear()
+        self._waiting_for_node.clear()
         self._suspects.clear()
         self._delayed.clear()
         return open_groups

@@ -259,10 +259,10 @@ class Supervisor:
             return
         now = self._loop.time()
         self._start_suspects()
-        self._start_held(now)
-        running, held = self.running, sum(channel.scheduler.held_count for channel in self.channels)
+        self._start_waiting_for_node(now)
+        running, waiting = self.running, sum(channel.scheduler.waiting_for_node_count for channel in self.channels)
         most = self.config.concurrency
-        while running < most and held < most and self.journal.backlog < MAX_BACKLOG:
+        while running < most and waiting < most and self.journal.backlog < MAX_BACKLOG:
             runner = self.pool.find_free_runner(self.pool.common_requirements)
             found = self._next_rollout(now) if runner is not None else None
             if runner is None or found is None:
@@ -274,8 +274,8 @@ class Supervisor:
             if warm_runner is not None or not self.pool.accepts(runner, required):
                 runner = self.pool.find_free_runner(required, preferred=warm_runner)
             if runner is None:
-                channel.scheduler.hold(rollout, required)
-                held += 1
+                channel.scheduler.wait_for_node(rollout, required)
+                waiting += 1
             else:
                 running += self._dispatch(runner, channel, rollout, now)
         self.prewarmer.update(self.channels, self.records.quarantined)
@@ -387,13 +387,13 @@ class Supervisor:
                 self._dispatch(runner, channel, rollout, self._loop.time())
                 return
 
-    def _start_held(self, now: float) -> None:
+    def _start_waiting_for_node(self, now: float) -> None:
         """Start rollouts that wait for a node with labels or GPUs, if such a node is free now."""
         for channel in self.channels:
-            for required in channel.scheduler.held_requirements():
+            for required in channel.scheduler.awaited_requirements():
                 while self.running < self.config.concurrency:
                     runner = self.pool.find_free_runner(required)
-                    rollout = channel.scheduler.next_held(required) if runner is not None else None
+                    rollout = channel.scheduler.next_waiting_for_node(required) if runner is not None else None
                     if runner is None or rollout is None:
                         break
                     self._dispatch(runner, channel, rollout, now)
@@ -417,7 +417,7 @@ class Supervisor:
                 TICK + late,
                 shared=paused or full,
                 suspects=paused or testing_suspect,
-                held=self.pool.is_waiting_for_gpus,
+                waiting_for_node=self.pool.is_waiting_for_gpus,
             )
             for rollout in channel.scheduler.pop_overdue(now, limit):
                 self._fail_overdue(channel, rollout, limit)

@@ -195,11 +195,11 @@ class Context:
     @contextmanager
     def pause_clock(self) -> Iterator[None]:
         """Stop the stage's clock inside the block, for example while waiting for a shared resource."""
-        self._watch.hold()
+        self._watch.stop_clock()
         try:
             yield
         finally:
-            self._watch.release()
+            self._watch.restart_clock()
 
     async def sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
         """Return the attempt's sandbox. The first call creates it and writes the task's files into it.

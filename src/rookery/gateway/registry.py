@@ -157,23 +157,23 @@ class SessionRegistry:
         elapsed = max(0.0, time.time() - opened.at - max(0.0, paused_seconds - opened.paused_seconds))
         entry = SessionEntry(opened, StageClock(now - elapsed, budget if budget is not None else float("inf")))
         if self._paused:
-            entry.hold()
+            entry.stop_clock()
         self.entries[entry.id] = entry
         return entry
 
-    def hold(self) -> None:
+    def stop_clocks(self) -> None:
         """Stop the clocks of all sessions, including those registered later, because the policy is paused."""
         if not self._paused:
             self._paused = True
             for entry in self.entries.values():
-                entry.hold()
+                entry.stop_clock()
 
-    def release(self) -> None:
+    def restart_clocks(self) -> None:
         """Restart the clocks of all sessions after a pause."""
         if self._paused:
             self._paused = False
             for entry in self.entries.values():
-                entry.release()
+                entry.restart_clock()
 
     # ---- sessions
 

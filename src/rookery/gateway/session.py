@@ -80,15 +80,15 @@ class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
 class WaitObserver(Protocol):
     """Is notified when model calls of an attempt wait, so that the wait does not count against the time budget."""
 
-    def hold(self) -> None:
+    def stop_clock(self) -> None:
         """Stop the attempt's clock.
 
         Called when a call waits for the end of a pause or in the inference engine's queue.
         """
         ...
 
-    def release(self) -> None:
-        """Undo one `hold`. The clock continues when all holds are undone."""
+    def restart_clock(self) -> None:
+        """Undo one `stop_clock`. The clock continues when every `stop_clock` was undone."""
         ...
 
     def credit(self, total_seconds: float) -> None:
@@ -363,9 +363,9 @@ class Session:
         Called when a call begins and ends to wait in a queue or for the end of a pause.
         """
         if waits:
-            self.watch.hold()
+            self.watch.stop_clock()
         else:
-            self.watch.release()
+            self.watch.restart_clock()
 
     async def examine(self) -> tuple[UpstreamEvidence, ...]:
         """Check whether the replicas of calls in flight hang.

@@ -76,12 +76,12 @@ class SessionEntry:
 
     # ---- WaitObserver
 
-    def hold(self) -> None:
-        self.clock.hold(time.monotonic())
+    def stop_clock(self) -> None:
+        self.clock.stop(time.monotonic())
         self._arm()
 
-    def release(self) -> None:
-        if self.clock.stopped and self.clock.release(time.monotonic()):
+    def restart_clock(self) -> None:
+        if self.clock.stopped and self.clock.restart(time.monotonic()):
             self._arm()
 
     def _arm(self) -> None:
@@ -154,7 +154,7 @@ class SessionEntry:
 
         These are pauses, and waits in the inference engine's queue.
         """
-        return self.clock.held_seconds_at(time.monotonic())
+        return self.clock.stopped_seconds_at(time.monotonic())
 
     @property
     def has_deadline(self) -> bool:

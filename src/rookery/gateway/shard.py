@@ -89,7 +89,7 @@ class Shard:
             paused=state.mode is not None,
             paused_seconds=lambda: read_pause_record(settings.state).paused_seconds(time.time()),
         )
-        self.upstreams["policy"].on_resume = self.registry.release
+        self.upstreams["policy"].on_resume = self.registry.restart_clocks
         self.upstreams["policy"].arm()
         self.pause = ShardPause(self.upstreams["policy"], self.registry, settings.state)
         admin = Admin(

@@ -53,7 +53,7 @@ class RunnerPause:
         self._number = number
         if not self.paused:
             self.paused = True
-            self._clocks.hold()
+            self._clocks.stop_clocks()
         self._run_in_background(self._pause_upstreams(number, mode, timeout))
 
     async def _pause_upstreams(self, number: int, mode: PauseMode, timeout: float) -> None:
@@ -76,7 +76,7 @@ class RunnerPause:
         self._run_in_background(self._resume_upstreams(version))
         if self.paused:
             self.paused = False
-            self._clocks.release()
+            self._clocks.restart_clocks()
 
     async def _resume_upstreams(self, version: int | None) -> None:
         async with asyncio.TaskGroup() as group:

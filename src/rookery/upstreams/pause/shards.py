@@ -133,7 +133,7 @@ class ShardPause:
             earlier_seconds=before.earlier_seconds if active else before.paused_seconds(now),
         )
         write_pause_record(self._path, record)
-        self._clocks.hold()
+        self._clocks.stop_clocks()
         local = self._upstream.pause(pause_mode, timeout=timeout, deadline=deadline)
         try:
             await self._run("pause", local, broadcast, timeout + SLACK_SECONDS)
@@ -160,7 +160,7 @@ class ShardPause:
         earlier_seconds = read_pause_record(self._path).paused_seconds(time.time())
         write_pause_record(self._path, PauseRecord(version=version, earlier_seconds=earlier_seconds))
         await self._run("resume", self._upstream.resume(version), broadcast, SLACK_SECONDS)
-        self._clocks.release()
+        self._clocks.restart_clocks()
         return self.state()
 
     async def apply_file(self) -> None:
@@ -171,11 +171,11 @@ class ShardPause:
         state = load_pause_state(self._path)
         if state.mode is None:
             await self._upstream.resume(state.version)
-            self._clocks.release()
+            self._clocks.restart_clocks()
         elif not self._upstream.paused:
             if state.version is not None:
                 self._upstream.version = state.version
-            self._clocks.hold()
+            self._clocks.stop_clocks()
             await self._upstream.pause(state.mode, timeout=SLACK_SECONDS, deadline=state.left)
 
     async def _run(

@@ -84,11 +84,11 @@ class PauseState(msgspec.Struct, frozen=True, kw_only=True):
 class DeadlineClocks(Protocol):
     """Interface to the clocks that measure deadlines in one process: those of attempts or of gateway sessions."""
 
-    def hold(self) -> None:
+    def stop_clocks(self) -> None:
         """Stop the clocks for a pause."""
         ...
 
-    def release(self) -> None:
+    def restart_clocks(self) -> None:
         """Let the clocks continue after a pause."""
         ...
 
