@@ -218,7 +218,7 @@ def test_waiting_time_measured_elsewhere_is_credited_once(own: float, after: flo
     clock.stop(0.0)
     clock.restart(own)
     now = own + after
-    clock.credit(now, seen)
+    clock.exclude_at_least(now, seen)
     assert clock.used(now) == pytest.approx(now - max(own, min(seen, now)))
-    clock.credit(now, seen)
+    clock.exclude_at_least(now, seen)
     assert clock.used(now) == pytest.approx(now - max(own, min(seen, now)))

@@ -73,12 +73,12 @@ class CountingWatch:
     def restart_clock(self) -> None:
         self.clock.restart(asyncio.get_running_loop().time())
 
-    def waiting(self, on: str, step: int) -> None:
-        self.waits[on] = self.waits.get(on, 0) + step
-        if step > 0:
-            self.waits_started.append(on)
+    def count_wait(self, resource: str, change: int) -> None:
+        self.waits[resource] = self.waits.get(resource, 0) + change
+        if change > 0:
+            self.waits_started.append(resource)
 
-    def calls_ended(self) -> None: ...
+    def on_calls_ended(self) -> None: ...
 
 
 class Attempt:
@@ -111,7 +111,7 @@ class Attempt:
             limits=limits,
             spec=SandboxSpec(),
             session=self.session,
-            watch=self.watch,
+            wait_observer=self.watch,
             remaining=lambda: self.clock.remaining(loop.time()),
             elapsed=elapsed or (lambda: self.clock.used(loop.time())),
             log=Log(lambda level, fields: self.logged.append((level, fields))),

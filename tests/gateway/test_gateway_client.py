@@ -67,7 +67,7 @@ async def test_unanswered_register_status_and_cancel_are_infra_faults(monkeypatc
         return 200, b'{"id": "a", "base_url": "http://h", "secret": "s"}'
 
     registration = make_registration("a", Limits(), Sampling(), 0, 60.0)
-    session: Any = SimpleNamespace(watch=None, truncated=None, adopt=lambda turns: None)
+    session: Any = SimpleNamespace(wait_observer=None, truncated=None, adopt=lambda turns: None)
     async with client_of_server(answers) as (client, _):
         silent_at = "POST /rollouts"
         with monkeypatch.context() as patch:

@@ -87,11 +87,11 @@ class Watch:
         self.holds -= 1
         assert self.holds >= 0
 
-    def waiting(self, on: str, step: int) -> None:
-        self.waits[on] = self.waits.get(on, 0) + step
-        assert self.waits[on] >= 0
+    def count_wait(self, resource: str, change: int) -> None:
+        self.waits[resource] = self.waits.get(resource, 0) + change
+        assert self.waits[resource] >= 0
 
-    def calls_ended(self) -> None:
+    def on_calls_ended(self) -> None:
         self.idle_times += 1
 
 

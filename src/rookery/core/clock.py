@@ -40,7 +40,7 @@ class StageClock:
         """Return for how many seconds in total the clock was stopped until `now`."""
         return self.stopped_seconds + (now - self._since if self._stops else 0.0)
 
-    def credit(self, now: float, total_seconds: float) -> None:
+    def exclude_at_least(self, now: float, total_seconds: float) -> None:
         """Raise the total stopped time to `total_seconds` if it is lower, but not above the age of the stage.
 
         The gateway, another process, measured this total: how long an agent's model calls have waited.

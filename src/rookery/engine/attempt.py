@@ -130,7 +130,7 @@ class RunningAttempt:
             limits=self.limits,
             spec=self.loaded.sandbox,
             session=self.session,
-            watch=self,
+            wait_observer=self,
             remaining=lambda: self._clock.remaining(self._loop.time()),
             elapsed=lambda: self._clock.used(self._loop.time()),
             log=Log(self._log),
@@ -161,21 +161,21 @@ class RunningAttempt:
         if self._clock.restart(self._loop.time()) and not self._interrupted:
             self._arm()
 
-    def credit(self, total_seconds: float) -> None:
+    def exclude_at_least(self, total_seconds: float) -> None:
         """Exclude at least `total_seconds` of waiting from the time of the current stage.
 
         The gateway measured this total: how long calls of the attempt's programs have waited for the end of a
         pause or in the inference engine's queue.
         """
-        self._clock.credit(self._loop.time(), total_seconds)
+        self._clock.exclude_at_least(self._loop.time(), total_seconds)
         if not self._clock.stopped and not self._interrupted:
             self._arm()
 
-    def waiting(self, on: str, step: int) -> None:
-        """Count a call that starts (`step` is 1) or stops (-1) waiting for a resource: `tool` or `sandbox`."""
-        self._times.count_wait(on, step, self._loop.time())
+    def count_wait(self, resource: str, change: int) -> None:
+        """Count a call that starts (`change` is 1) or stops (-1) waiting for a resource: `tool` or `sandbox`."""
+        self._times.count_wait(resource, change, self._loop.time())
 
-    def calls_ended(self) -> None:
+    def on_calls_ended(self) -> None:
         """End the check for hanging servers, if there is one: servers that have answered do not hang."""
         if self._examining is not None:
             self._end_examination()

@@ -66,7 +66,7 @@ class Context:
         limits: Limits,
         spec: SandboxSpec,
         session: Session,
-        watch: WaitObserver,
+        wait_observer: WaitObserver,
         remaining: Callable[[], float],
         elapsed: Callable[[], float],
         log: Log,
@@ -92,7 +92,7 @@ class Context:
         self.metrics: dict[str, float] = {}
         """Numbers to store in the rollout's record."""
         self._session = session
-        self._watch = watch
+        self._wait_observer = wait_observer
         self._remaining = remaining
         self._elapsed = elapsed
         self._open_sandbox = open_sandbox
@@ -195,11 +195,11 @@ class Context:
     @contextmanager
     def pause_clock(self) -> Iterator[None]:
         """Stop the stage's clock inside the block, for example while waiting for a shared resource."""
-        self._watch.stop_clock()
+        self._wait_observer.stop_clock()
         try:
             yield
         finally:
-            self._watch.restart_clock()
+            self._wait_observer.restart_clock()
 
     async def sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
         """Return the attempt's sandbox. The first call creates it and writes the task's files into it.
@@ -285,7 +285,7 @@ class Context:
         the environment. `activity` is `tool` for a command of the policy and `sandbox` for another operation of a
         sandbox.
         """
-        self._watch.waiting(activity, 1)
+        self._wait_observer.count_wait(activity, 1)
         try:
             return await awaitable
         except SandboxError as error:
@@ -293,7 +293,7 @@ class Context:
                 self.lost_in_command = True
             raise
         finally:
-            self._watch.waiting(activity, -1)
+            self._wait_observer.count_wait(activity, -1)
 
 
 async def run_with_deadline(

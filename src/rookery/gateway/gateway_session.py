@@ -160,10 +160,10 @@ class GatewaySession:
         return (await self.status()).truncated
 
     async def status(self) -> SessionRecord:
-        """Fetch the session's state without its turns, and credit its waiting times to the attempt's clock."""
+        """Fetch the session's state without its turns, and exclude its waiting times from the attempt's time."""
         state = await self._client.status(self.id)
         if state.waited > self._waited:
-            self._session.watch.credit(state.waited)
+            self._session.wait_observer.exclude_at_least(state.waited)
             self._waited = state.waited
         if state.truncated is not None:
             self.record = merge_records(self.record, SessionRecord(truncated=state.truncated))

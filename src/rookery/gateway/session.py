@@ -91,7 +91,7 @@ class WaitObserver(Protocol):
         """Undo one `stop_clock`. The clock continues when every `stop_clock` was undone."""
         ...
 
-    def credit(self, total_seconds: float) -> None:
+    def exclude_at_least(self, total_seconds: float) -> None:
         """Make the waiting time that does not count against the attempt's deadline at least `total_seconds`.
 
         `total_seconds` is a total that the gateway measured: how long calls of the attempt's programs have waited
@@ -99,11 +99,14 @@ class WaitObserver(Protocol):
         """
         ...
 
-    def waiting(self, on: str, step: int) -> None:
-        """Called when the attempt begins (`step` 1) or ends (`step` -1) to wait for `on`: `tool` or `sandbox`."""
+    def count_wait(self, resource: str, change: int) -> None:
+        """Called when the attempt begins (`change` 1) or ends (`change` -1) to wait for a tool or a sandbox.
+
+        `resource` is `tool` or `sandbox`.
+        """
         ...
 
-    def calls_ended(self) -> None:
+    def on_calls_ended(self) -> None:
         """Called when a model call has ended and no other one is in flight."""
         ...
 
@@ -111,7 +114,8 @@ class WaitObserver(Protocol):
 class Session:
     """Enforces the budgets of one attempt, makes its model calls and records them as turns.
 
-    `attempt` is the attempt's ID, and `watch` is notified of waiting times. Calls after `close` are rejected.
+    `attempt` is the attempt's ID, and `wait_observer` is notified of waiting times. Calls after `close` are
+    rejected.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class Session:
         roles: Mapping[str, ModelRole],
         limits: Limits,
         recorder: Recorder,
-        watch: WaitObserver,
+        wait_observer: WaitObserver,
         seed: int = 0,
     ) -> None:
         self.attempt = attempt
@@ -146,7 +150,7 @@ class Session:
         self.argument_restorer = ArgumentRestorer()
         self.roles = roles
         self.recorder = recorder
-        self.watch = watch
+        self.wait_observer = wait_observer
         self._calls: set[asyncio.Task[Any]] = set()
         """The tasks whose model calls are in flight."""
         self._busy_since = 0.0
@@ -333,7 +337,7 @@ class Session:
                 self._calls.discard(task)
                 if not self._calls:
                     self._busy_seconds += time.monotonic() - self._busy_since
-                    self.watch.calls_ended()
+                    self.wait_observer.on_calls_ended()
         self.sub_call_turns += role.sub_call and role.name == "policy"
         length, context = reply.prompt_tokens + reply.sampled_tokens, self.limits.context
         if policy and context is not None and length > context:
@@ -363,9 +367,9 @@ class Session:
         Called when a call begins and ends to wait in a queue or for the end of a pause.
         """
         if waits:
-            self.watch.stop_clock()
+            self.wait_observer.stop_clock()
         else:
-            self.watch.restart_clock()
+            self.wait_observer.restart_clock()
 
     async def examine(self) -> tuple[UpstreamEvidence, ...]:
         """Check whether the replicas of calls in flight hang.

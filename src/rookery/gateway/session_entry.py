@@ -131,13 +131,13 @@ class SessionEntry:
         error.evidence = hung
         return error
 
-    def waiting(self, on: str, step: int) -> None:
+    def count_wait(self, resource: str, change: int) -> None:
         """Do nothing (method of `WaitObserver`): a shard does not report what its sessions wait for."""
 
-    def calls_ended(self) -> None:
+    def on_calls_ended(self) -> None:
         """Do nothing (method of `WaitObserver`): the check for hanging servers ends by itself."""
 
-    def credit(self, total_seconds: float) -> None:
+    def exclude_at_least(self, total_seconds: float) -> None:
         """Do nothing: a shard measures waiting times itself.
 
         Method of `WaitObserver`, for runners.
