@@ -261,7 +261,7 @@ async def test_other_roles_use_no_policy_budget_and_do_not_truncate() -> None:
     judge = setup.session.model("judge")
     for _ in range(3):
         await judge.chat("how was it")
-    assert setup.session.others == {"judge": 6}
+    assert setup.session.sampled_tokens_by_role == {"judge": 6}
     setup.upstream.at_once = Truncation("context")
     with pytest.raises(UpstreamError, match="judge") as caught:
         await judge.chat("far too long")

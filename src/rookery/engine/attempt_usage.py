@@ -69,8 +69,8 @@ def collect_usage(session: Session, ctx: Context) -> Usage:
         session.prompt_tokens,
         session.sampled_tokens,
         int(ctx.tool_calls),
-        session.others,
+        session.sampled_tokens_by_role,
         session.recorder.counts.drifted + session.promptless,
         session.without_tokens,
-        session.other_prompts,
+        session.prompt_tokens_by_role,
     )

@@ -133,9 +133,9 @@ class Session:
         self.turns = 0
         self.prompt_tokens = 0
         self.sampled_tokens = 0
-        self.others: dict[str, int] = {}
+        self.sampled_tokens_by_role: dict[str, int] = {}
         """Number of sampled tokens of each role other than the policy."""
-        self.other_prompts: dict[str, int] = {}
+        self.prompt_tokens_by_role: dict[str, int] = {}
         """Number of prompt tokens of each role other than the policy."""
         self.sub_call_turns = 0
         """Number of policy turns that were sub-calls."""
@@ -358,8 +358,9 @@ class Session:
             self.sampled_tokens += turn.sampled_tokens
             self.without_tokens += lacks_tokens(turn)
         else:
-            self.others[turn.role] = self.others.get(turn.role, 0) + turn.sampled_tokens
-            self.other_prompts[turn.role] = self.other_prompts.get(turn.role, 0) + turn.prompt_tokens
+            sampled, prompts = self.sampled_tokens_by_role, self.prompt_tokens_by_role
+            sampled[turn.role] = sampled.get(turn.role, 0) + turn.sampled_tokens
+            prompts[turn.role] = prompts.get(turn.role, 0) + turn.prompt_tokens
 
     def on_wait(self, waits: bool) -> None:
         """Stop the attempt's clock if `waits`, else restart it.

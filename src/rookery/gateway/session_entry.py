@@ -230,7 +230,7 @@ class SessionEntry:
                 "turns": session.turns,
                 "prompt_tokens": session.prompt_tokens,
                 "sampled_tokens": session.sampled_tokens,
-                "others": session.others,
+                "others": session.sampled_tokens_by_role,
             },
             "fidelity": {**counts, "rerendered": session.rerendered, "promptless": session.promptless},
         }
