@@ -75,7 +75,7 @@ async def run_turn(
         affinity=session.attempt,
         avoid=session.avoid,
         stop_ids=role.rendering.renderer.stop_token_ids if prompt and role.rendering is not None else (),
-        memo=session.prompt_caches[role.name],
+        prompt_cache=session.prompt_caches[role.name],
     )
     stream = StreamedReply(role, request, prompt, on_delta) if on_delta is not None else None
     turn = _OpenTurn(session, role, request, match, prompt, added, key, time.time(), time.monotonic())

@@ -135,7 +135,7 @@ class NativeCompletion:
     def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
         sampling = request.sampling
         body: dict[str, Any] = {
-            "prompt": encode_prompt(request.tokens, request.memo),
+            "prompt": encode_prompt(request.tokens, request.prompt_cache),
             "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
             "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,

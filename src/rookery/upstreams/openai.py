@@ -33,7 +33,7 @@ class OpenAIFormat:
             raw_logprobs=request.shows_logprobs,
             named=request.top_logprobs > 0,
             context=context,
-            memo=request.memo,
+            prompt_cache=request.prompt_cache,
         )
 
     def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (whatever it is)

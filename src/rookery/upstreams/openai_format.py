@@ -159,7 +159,7 @@ def encode_request(
                 named = choice not in ("auto", "none", "required")
                 body["tool_choice"] = {"type": "function", "function": {"name": choice}} if named else choice
     else:
-        body["prompt"] = encode_prompt(request.tokens, request.memo)
+        body["prompt"] = encode_prompt(request.tokens, request.prompt_cache)
     if sampling.temperature is not None:
         body["temperature"] = sampling.temperature
     if sampling.top_p is not None:
@@ -250,7 +250,7 @@ def decode_reply(
     raw_logprobs: bool = False,
     named: bool = True,
     context: ReplyContext = _UNKNOWN,
-    memo: PromptCache | None = None,
+    prompt_cache: PromptCache | None = None,
 ) -> ModelReply:
     """Decode the JSON body of a complete reply. Raises `ReplyFormatError` if it is incomplete or invalid.
 
@@ -258,10 +258,10 @@ def decode_reply(
     the token IDs of the prompt, for a server that does not return them. With `raw_logprobs`, the result keeps the
     server's JSON of the logprobs. With both `raw_logprobs` and `named`, it also has the alternatives to each
     sampled token (top logprobs), if the server names tokens by ID (`token_id:…`). `context` has values for the
-    result that are not in the body, such as the replica's name. `memo` caches the prompts of the conversation, so
-    that only the new part of a long prompt is converted.
+    result that are not in the body, such as the replica's name. `prompt_cache` caches the prompts of the
+    conversation, so that only the new part of a long prompt is converted.
     """
-    body, prompt_ids = extract_prompt_ids(data, memo) if want_tokens else (data, b"")
+    body, prompt_ids = extract_prompt_ids(data, prompt_cache) if want_tokens else (data, b"")
     try:
         answer, pieces = _read(body, raw_logprobs=raw_logprobs, named=named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -298,8 +298,8 @@ def decode_reply(
             sampled = parse_ids(text)
         except ValueError as error:
             raise ReplyFormatError(f"the reply has invalid token IDs: {error}") from None
-        if memo is not None and prompt_ids:
-            memo.add_reply(sampled, text)
+        if prompt_cache is not None and prompt_ids:
+            prompt_cache.add_reply(sampled, text)
         if values is not None:
             if 4 * len(values) != len(sampled):
                 raise ReplyFormatError(f"the reply has {len(sampled) // 4} token IDs but {len(values)} logprobs")

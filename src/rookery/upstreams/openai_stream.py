@@ -145,8 +145,8 @@ class Chunks(StreamParser):
         want = self.request.want_tokens
         if want and chunk.prompt_token_ids is not _NULL and chunk.prompt_token_ids != _NULL:
             try:
-                memo = self.request.memo
-                read = memo.read if memo is not None else parse_ids
+                prompt_cache = self.request.prompt_cache
+                read = prompt_cache.read if prompt_cache is not None else parse_ids
                 self.prompt(read(bytes(chunk.prompt_token_ids)))
             except ValueError as error:
                 raise ReplyFormatError(f"cannot parse the prompt's token IDs: {error}") from None

@@ -134,7 +134,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Names of replicas that hung in an earlier attempt. They are used only if no other healthy replica exists."""
     stop_ids: tuple[int, ...] = ()
     """Token IDs that end the reply when they are sampled. Used only for calls with `tokens`."""
-    memo: "PromptCache | None" = None
+    prompt_cache: "PromptCache | None" = None
     """Cache of this conversation's long prompts as token IDs and as JSON, so that a shared prefix is converted
     once."""
     id: str = ""

@@ -192,7 +192,7 @@ class Generate:
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed
         body: dict[str, Any] = {
-            "input_ids": encode_prompt(request.tokens, request.memo),
+            "input_ids": encode_prompt(request.tokens, request.prompt_cache),
             "sampling_params": params,
         }
         for name, value in token_options(sampling.extra, _encode_constraint, "sglang").items():

@@ -40,9 +40,9 @@ def encode_ids(ids: bytes) -> msgspec.Raw:
     return msgspec.Raw(orjson.dumps(np.frombuffer(ids, "<i4"), option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-def encode_prompt(ids: bytes, memo: "PromptCache | None") -> msgspec.Raw:
-    """Encode the token IDs of a prompt as a JSON list, using the cache `memo` unless it is None."""
-    return encode_ids(ids) if memo is None else memo.write(ids)
+def encode_prompt(ids: bytes, prompt_cache: "PromptCache | None") -> msgspec.Raw:
+    """Encode the token IDs of a prompt as a JSON list, using `prompt_cache` unless it is None."""
+    return encode_ids(ids) if prompt_cache is None else prompt_cache.write(ids)
 
 
 def pack_ids(ids: list[int]) -> bytes:
@@ -155,7 +155,7 @@ class PromptCache:
             self._known[0].reply_ids, self._known[0].reply_text = ids, b"," + text[1:-1]
 
 
-def extract_prompt_ids(data: bytes, memo: PromptCache | None = None) -> tuple[bytes, bytes]:
+def extract_prompt_ids(data: bytes, prompt_cache: PromptCache | None = None) -> tuple[bytes, bytes]:
     """Extract the list `prompt_token_ids` from the JSON of a long reply.
 
     Return the JSON with `null` in place of the list, and the token IDs as int32 bytes. A reply without such a
@@ -173,7 +173,7 @@ def extract_prompt_ids(data: bytes, memo: PromptCache | None = None) -> tuple[by
     if begin < 0 or end - begin < _LONG:
         return data, b""
     try:
-        found = (memo.read if memo is not None else parse_ids)(data[begin : end + 1])
+        found = (prompt_cache.read if prompt_cache is not None else parse_ids)(data[begin : end + 1])
     except ValueError:  # decoding the whole reply reports the error
         return data, b""
     return data[:begin] + b"null" + data[end + 1 :], found

@@ -112,7 +112,7 @@ class Generate:
         if request.want_tokens or request.shows_logprobs:
             params["logprobs"] = request.top_logprobs
         body: dict[str, Any] = {"model": request.model} if request.model else {}
-        body["token_ids"] = encode_prompt(request.tokens, request.memo)
+        body["token_ids"] = encode_prompt(request.tokens, request.prompt_cache)
         body["sampling_params"] = params
         for name, value in token_options(sampling.extra, _encode_constraint, "vllm").items():
             (body if name in _OUTSIDE else params)[name] = value
