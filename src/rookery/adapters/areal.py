@@ -9,8 +9,8 @@ Guarantees:
 - AReaL normalises rewards in slices of a fixed size, which a missing member or a second segment would shift. So
   the workflow runs the whole group and returns advantages as `rewards`; normalisation by AReaL is refused.
 - Sampling parameters that contradict `gconfig` are refused. All rollouts sample with the values that `gconfig` had
-  when the workflow was made; an episode that begins after a change is refused. With `tokenizer`, the first rollouts are decoded and
-  compared, so that a policy with another tokenizer is noticed.
+  when the workflow was made; an episode that begins after a change is refused. With `tokenizer`, the first
+  rollouts are decoded and compared, so that a policy with another tokenizer is noticed.
 - A missing rollout has no row, and the advantages of the others do not count it. Without a valid rollout the
   result is None, which AReaL rejects.
 """
