@@ -49,7 +49,7 @@ from rookery.engine.plain_data import plain_data
 from rookery.engine.runner_protocol import AttemptResult, AttemptSpec, RunnerEvent
 from rookery.engine.stage_outcome import StageEnd, decide_outcome
 from rookery.environments import Context, Log
-from rookery.environments.context import LOST
+from rookery.environments.context import LOSS_CAUSES
 from rookery.environments.threads import count_stuck_threads, run_in_thread
 from rookery.gateway import Session
 from rookery.gateway.direct_session import DirectSession, open_direct_session
@@ -307,7 +307,7 @@ class RunningAttempt:
 
     async def _policy_loss(self, outcome: Outcome) -> bool:
         """Return True if a sandbox was lost during a command of the policy and the machine is healthy."""
-        if not (self.ctx.lost_in_command and isinstance(outcome, Failed) and outcome.cause in LOST):
+        if not (self.ctx.lost_in_command and isinstance(outcome, Failed) and outcome.cause in LOSS_CAUSES):
             return False
         try:
             async with asyncio.timeout(CLOSE_SECONDS):

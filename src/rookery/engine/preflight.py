@@ -91,7 +91,7 @@ def find_gateway_problems(spec: SandboxSpec, public: str) -> list[str]:
 
     `public` is the public URL of the gateway, or empty.
     """
-    if not _leaves_machine(spec) or (is_url(public) and not is_loopback(public)):
+    if not _has_separate_loopback(spec) or (is_url(public) and not is_loopback(public)):
         return []
     problem = (
         f"a {spec.provider} sandbox with network 'all' uses the gateway's public address, which is a loopback "
@@ -101,8 +101,8 @@ def find_gateway_problems(spec: SandboxSpec, public: str) -> list[str]:
     return [problem]
 
 
-def _leaves_machine(spec: SandboxSpec) -> bool:
-    """Return whether programs of a sandbox reach servers of this machine only at an address other than loopback.
+def _has_separate_loopback(spec: SandboxSpec) -> bool:
+    """Return whether programs in such a sandbox cannot reach this machine's loopback interface.
 
     With other networks than `all`, the sandbox has its own listener.
     """
@@ -113,7 +113,7 @@ def find_direct_problems(environment: Environment, spec: SandboxSpec, urls: Sequ
     """Return why programs of an environment cannot call the policy's inference engine at `urls` directly."""
     if not environment.can_run_unrecorded:
         return ["--record off is for environments whose programs call the model themselves, such as `agent`"]
-    if _leaves_machine(spec) and any(map(is_loopback, urls)):
+    if _has_separate_loopback(spec) and any(map(is_loopback, urls)):
         problem = (
             f"a {spec.provider} sandbox with network 'all' cannot reach the inference engine at a loopback "
             "address: use the network 'model', or another address of this machine in --policy"

@@ -66,7 +66,7 @@ class SandboxFactory:
         self._expected: dict[str, tuple[str, SandboxSpec]] = {}
         """Maps a running attempt that has not requested its sandbox yet to its task's environment and to the
         sandbox spec that it will probably request."""
-        self._requests_expected = {name: one.needs_sandbox for name, one in environments.items()}
+        self._prediction_holds = {name: one.needs_sandbox for name, one in environments.items()}
         """True for each environment whose attempts request the predicted sandbox. At first this is what the
         environment declares, then what the last attempt did."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -123,9 +123,9 @@ class SandboxFactory:
         The pool itself reduces the number of sandboxes that it expects to provide. Reducing it here as well would
         count the sandbox twice and close a warm sandbox that is still needed.
         """
-        _, due = self._expected.get(attempt, (environment, None))
-        if due is not None and (due == spec) != self._requests_expected[environment]:
-            self._requests_expected[environment] = due == spec
+        _, predicted = self._expected.get(attempt, (environment, None))
+        if predicted is not None and (predicted == spec) != self._prediction_holds[environment]:
+            self._prediction_holds[environment] = predicted == spec
             self._update_pools()
         self._expected.pop(attempt, None)
         # Requests to a slow provider queue up; the stage's own deadline applies to the whole wait.
@@ -219,7 +219,7 @@ class SandboxFactory:
         demand = [(environment, spec, 1) for environment, spec in self._expected.values()]
         demand += [(environment, spec, count) for environment, spec, count in self._upcoming.values() if spec]
         for environment, spec, count in demand:
-            if self._requests_expected.get(environment):
+            if self._prediction_holds.get(environment):
                 key = spec_key(spec)
                 specs.setdefault(key, spec)
                 counts[key] += count

@@ -20,7 +20,7 @@ OpenGatewaySession: TypeAlias = Callable[
     [SupportsModelNetwork | None, bool], AbstractAsyncContextManager[GatewaySession]
 ]
 OpenDirectSession: TypeAlias = Callable[[SupportsModelNetwork | None], AbstractAsyncContextManager[DirectSession]]
-LOST = ("sandbox.lost", "worker.unrecoverable")
+LOSS_CAUSES = ("sandbox.lost", "worker.unrecoverable")
 """Cause codes of failures that a policy can provoke by destroying its own sandbox or interpreter."""
 MIN_CLOCK_CHECK = 0.01
 """Shortest interval, in seconds, at which `Context.within` reads the stage's clock."""
@@ -289,7 +289,7 @@ class Context:
         try:
             return await awaitable
         except SandboxError as error:
-            if error.code in LOST and activity == "tool" and getattr(error, "after_cell", True):
+            if error.code in LOSS_CAUSES and activity == "tool" and getattr(error, "after_cell", True):
                 self.lost_in_command = True
             raise
         finally:
