@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rookery.core import Message, UpstreamError
+from rookery.core import Message, UpstreamError, UsageError
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
 from rookery.upstreams import hang_detector as module
 from rookery.upstreams.hang_detector import (
@@ -20,7 +21,7 @@ from rookery.upstreams.hang_detector import (
 )
 from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.protocol import Delta
-from rookery.upstreams.registry import list_load_metrics
+from rookery.upstreams.registry import list_load_metrics, load_kind
 from tests.engine_standins import EngineName, standin
 from tests.servers import Answer, ModelServer, raw_server
 from tests.upstreams.engines import DONE, Engine, Play, event
@@ -125,6 +126,39 @@ def test_metrics_are_summed_over_ranks() -> None:
     known = list_load_metrics()
     assert parse_engine_load(text, known) == EngineLoad(3.0, 4.0, 10.0)
     assert parse_engine_load(b"<html>not metrics</html>\n\xff", known) is None
+
+
+@pytest.mark.parametrize("error", ["OSError('no such library')", "RuntimeError('no device')"])
+def test_plugin_that_cannot_be_imported_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: str
+) -> None:
+    info = tmp_path / "broken_upstream-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-upstream\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rookery.upstreams]\nbroken = broken_upstream_module:Upstream\n")
+    (tmp_path / "broken_upstream_module.py").write_text(f"raise {error}\n")
+    known = list_load_metrics()
+    monkeypatch.syspath_prepend(tmp_path)
+    list_load_metrics.cache_clear()
+    try:
+        assert list_load_metrics() == known
+    finally:
+        list_load_metrics.cache_clear()
+    assert any("broken" in record.getMessage() for record in caplog.records)
+    with pytest.raises(UsageError, match="broken"):
+        load_kind("broken")
+
+
+@pytest.mark.parametrize(("kind", "reads"), [("openai", True), ("vllm", True), ("llamacpp", False)])
+async def test_only_servers_of_kinds_with_load_metrics_are_asked_for_them(kind: str, reads: bool) -> None:
+    async with Engine() as engine, opened(engine.url, kind=kind) as upstream:
+        text = b"vllm:num_requests_running 2.0\nvllm:num_requests_waiting 1.0\nvllm:generation_tokens_total 5.0\n"
+        engine.on("/metrics", Play(text))
+        engine.on("/v1/models", Play({"data": []}))
+        engine.on("/health", Play({}))
+        report = await upstream.hangs.report(upstream.replicas[0])
+        assert bool(engine.requests_to("/metrics")) == reads
+    assert report.load == (EngineLoad(2.0, 1.0, 5.0) if reads else None)
 
 
 def test_server_without_metrics_may_serve_one_request_at_a_time() -> None:

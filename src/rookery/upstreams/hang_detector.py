@@ -196,9 +196,10 @@ class HangDetector:
         health_path: str,
         model: Callable[[], str],
         pause_paths: tuple[str, ...] = (),
-        load_metrics: LoadMetrics | None = None,
+        load_metrics: LoadMetrics | Literal["all_kinds"] | None = None,
     ) -> None:
-        """`load_metrics` are the metrics of the kind of server; None means those of every installed kind."""
+        """`load_metrics` are the metrics of the kind of server; None if it has none, `all_kinds` for those of
+        every installed kind."""
         self._load_metrics = load_metrics
         self._health_path = health_path
         self._pause_paths = pause_paths
@@ -365,14 +366,18 @@ class HangDetector:
         return False
 
     async def _load(self, replica: Replica) -> EngineLoad | None:
+        """Return the load that the server's metrics show; None if it has no known metrics."""
+        metrics = self._load_metrics
+        if metrics is None:
+            return None
         try:
             response = await replica.exchange("/metrics", None, seconds=HEALTH_SECONDS)
         except ExchangeError:
             return None
         if response.status != 200:
             return None
-        own = self._load_metrics
-        return parse_engine_load(response.body, (own,) if own else await asyncio.to_thread(list_load_metrics))
+        known = (metrics,) if metrics != "all_kinds" else await asyncio.to_thread(list_load_metrics)
+        return parse_engine_load(response.body, known)
 
     async def _sample(self, replica: Replica) -> str:
         """Request one token, and return the value for `ReplicaReport.sample`.

@@ -27,7 +27,7 @@ import random
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -149,8 +149,9 @@ class HttpUpstream:
     """Endpoints that are queried to detect whether a server is of this kind; `is_identity` judges the response."""
     pause_paths: ClassVar[tuple[str, ...]] = ()
     """Endpoints that return a JSON object with a true value while the server is paused or sleeps."""
-    load_metrics: ClassVar[LoadMetrics | None] = None
-    """Names of the metrics at `/metrics` that show how busy the server is; None if it has no such metrics."""
+    load_metrics: ClassVar[LoadMetrics | Literal["all_kinds"] | None] = None
+    """Names of the metrics at `/metrics` that show how busy the server is; None if it has no such metrics, and
+    `all_kinds` for an unknown server, which may have those of any installed kind."""
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {}
     """Path and body of the requests that stop and continue sampling. The keys are pause modes, and `thaw`."""
     reserved: ClassVar[frozenset[str]] = frozenset()

@@ -77,3 +77,4 @@ class OpenAIUpstream(HttpUpstream):
     reserved: ClassVar[frozenset[str]] = RESERVED
     message_format = CHAT
     token_format = COMPLETIONS
+    load_metrics = "all_kinds"

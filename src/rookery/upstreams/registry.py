@@ -70,7 +70,7 @@ def load_kind(kind: str) -> Callable[..., Upstream]:
         raise UsageError(f"there is no upstream kind {kind!r}; known: {known}")
     try:
         return cast("Callable[..., Upstream]", points[0].load())
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a plug-in may raise anything when it is imported
         raise UsageError(f"the upstream kind {kind!r} cannot be loaded: {describe(error)}") from error
 
 
@@ -133,7 +133,8 @@ def list_load_metrics() -> tuple[LoadMetrics, ...]:
     for kind in kinds():
         try:
             metrics = getattr(load_kind(kind), "load_metrics", None)
-        except UsageError:  # a broken plug-in matters only to those who ask for it
+        except UsageError as error:
+            log.warning("the load metrics of the upstream kind %s are not used: %s", kind, error)
             continue
         if isinstance(metrics, LoadMetrics):
             found.append(metrics)
