@@ -6,6 +6,7 @@ import pytest
 
 from rookery.core import Message, Sampling, ToolCall, UpstreamError, UsageError, floats, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
+from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.openai import OpenAIUpstream
 from tests.servers import Answer, ModelServer, unreachable_url
 from tests.upstreams.helpers import KEY, REQUEST, fails, upstream
@@ -96,6 +97,15 @@ async def test_endless_reply_is_refused_while_it_arrives(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------ refused fields
+
+
+def test_class_without_a_message_format_is_refused_at_construction():
+    class Unfinished(HttpUpstream):
+        """Upstream whose author forgot the format."""
+
+    with pytest.raises(UsageError) as caught:
+        Unfinished(UpstreamConfig(kind="mine", urls=("http://127.0.0.1:9",)))
+    assert all(part in str(caught.value) for part in ("mine", "Unfinished", "message_format"))
 
 
 @pytest.mark.parametrize("fields", [{"return_token_ids"}, {"logprobs"}, {"return_token_ids", "logprobs"}])

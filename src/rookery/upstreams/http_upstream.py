@@ -159,13 +159,18 @@ class HttpUpstream:
     needs_ids: ClassVar[bool] = False
     """If True, every call is sent with an ID, so that it can be aborted by that ID."""
     message_format: ClassVar[Format]
-    """The format of calls with messages."""
+    """The format of calls with messages. Every kind must define it."""
     token_format: ClassVar[Format | None] = None
     """The format of calls with token IDs. None if this kind of server does not accept token IDs."""
     fallback_format: ClassVar[Format | None] = None
     """The format of calls with token IDs to servers that lack or disable the endpoint of `token_format`."""
 
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:
+        if getattr(self, "message_format", None) is None:
+            raise UsageError(
+                f"the upstream kind {config.kind!r} cannot be used: its class {type(self).__qualname__} must set "
+                "`message_format`, the format of calls with messages"
+            )
         if not config.urls:
             raise UsageError(
                 "no URL of an inference engine is set; pass one, for example --policy http://127.0.0.1:8000/v1"
