@@ -99,6 +99,23 @@ async def test_endless_reply_is_refused_while_it_arrives(monkeypatch):
 # ------------------------------------------------------------------------------------------ refused fields
 
 
+@pytest.mark.parametrize("fields", [{}, {"messages": REQUEST.messages, "tokens": ints([1])}])
+async def test_call_without_exactly_one_prompt_is_rejected(fields):
+    async with upstream("http://127.0.0.1:9", kind="openai") as up:
+        with pytest.raises(UpstreamError, match="'openai'") as caught:
+            await up.complete(ModelRequest(**fields), timeout=60)
+    assert caught.value.code == "upstream.rejected"
+
+
+async def test_rejection_of_token_ids_names_the_kind_and_an_option(monkeypatch):
+    monkeypatch.setattr(OpenAIUpstream, "token_format", None)
+    async with upstream("http://127.0.0.1:9", kind="openai") as up:
+        with pytest.raises(UpstreamError) as caught:
+            await up.complete(ModelRequest(tokens=ints([1])), timeout=60)
+    assert caught.value.code == "upstream.rejected"
+    assert all(part in str(caught.value) for part in ("'openai'", "--upstream-kind"))
+
+
 def test_class_without_a_message_format_is_refused_at_construction():
     class Unfinished(HttpUpstream):
         """Upstream whose author forgot the format."""

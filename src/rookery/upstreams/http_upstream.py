@@ -120,7 +120,7 @@ class _Call(msgspec.Struct, eq=False):
     """Seconds of the tries and of the delays between them."""
     failures: int = 0
     dropped: int = 0
-    """Number of failures after which a call is retried only once."""
+    """Number of failures of the kinds `dropped` and `error`."""
     avoid: Replica | None = None
     """The replica at which the last try failed."""
     resend_to: Replica | None = None
@@ -223,13 +223,11 @@ class HttpUpstream:
         return None
 
     def is_identity(self, body: bytes) -> bool:  # noqa: ARG002  (as above)
-        """Return True if the body of a response from one of `identity_paths` shows that the server is of this
-        kind."""
+        """Return True if `body`, received from one of `identity_paths`, shows that the server is of this kind."""
         return False
 
     async def identify(self) -> bool:
-        """Query the first replica, and return True if it is a server of this kind; False also if it does not
-        respond."""
+        """Query the first replica. Return True if it responds and is a server of this kind."""
         for path in self.identity_paths:
             try:
                 reply = await self.replicas[0].exchange(path, None, seconds=PROBE_SECONDS)
@@ -289,20 +287,29 @@ class HttpUpstream:
         """
         request, loop = call.request, asyncio.get_running_loop()
         endpoint = self.token_format if request.tokens else self.message_format
-        if endpoint is None or bool(request.messages) == bool(request.tokens):
+        if bool(request.messages) == bool(request.tokens):
             raise UpstreamError(
-                "a call needs either messages or, if the server accepts them, token IDs", cause="upstream.rejected"
+                f"a call to the upstream kind {self.name!r} needs either messages or token IDs",
+                cause="upstream.rejected",
+            )
+        if endpoint is None:
+            raise UpstreamError(
+                f"the upstream kind {self.name!r} does not accept token IDs as prompts: send messages, with "
+                "--record messages or plain, or use another --upstream-kind",
+                cause="upstream.rejected",
             )
         if self.fallback_format is not None and (endpoint.path in replica.lacks or endpoint.path in call.omit):
             endpoint = self.fallback_format
         on_delta = call.on_delta
-        stream = on_delta is not None and endpoint.streams(request)
+        sink = None
+        if on_delta is not None and endpoint.streams(request):
+            sink = DeltaSink(endpoint.stream_parser(request), on_delta)
+        stream = sink is not None
         options = WireOptions(stream, call.omit, self.config.resend_reasoning)
         try:
             body = endpoint.encode(request, options)
         except (UsageError, TypeError, ValueError, RecursionError) as error:
             raise _encoding_error(error) from error
-        sink = DeltaSink(endpoint.stream_parser(request), on_delta) if stream and on_delta is not None else None
         sent = _Sent(replica, endpoint, options, sink)
         if not replica.gate.acquire_nowait():
             call.queued += await replica.gate.acquire(call.on_wait)
@@ -378,7 +385,10 @@ class HttpUpstream:
         return failure
 
     def _plan_retry(self, call: _Call, replica: Replica, failure: ExchangeError) -> float | None:
-        """Note a failed try, and return the seconds until the next one; None if the call is not retried."""
+        """Note a failed try and, if the call is retried, prepare the call for the next try.
+
+        Return the seconds until then; None if the call is not retried.
+        """
         self._note_failure(replica, failure, asyncio.get_running_loop().time())
         delay = self.backoff.delay(
             failure.kind,
@@ -422,9 +432,7 @@ class HttpUpstream:
         if new := paths - replica.lacks:
             replica.lacks |= new
             log.info(
-                "the replica %s has no endpoint %s; continuing without it",
-                replica.name,
-                ", ".join(sorted(new)),
+                "the replica %s has no endpoint %s; continuing without it", replica.name, ", ".join(sorted(new))
             )
         if new := without - paths - self._rejected_fields:
             self._rejected_fields |= new
@@ -477,8 +485,7 @@ class HttpUpstream:
             raise UsageError(f"sampling.extra may not set {', '.join(reserved)}: Rookery sets these itself")
 
     def _has_other(self, replica: Replica, kind: str) -> bool:
-        """Return True if another replica can be tried; after a failure of the kind `hung`, one not known to
-        hang."""
+        """Return True if another replica can be tried; after the failure `hung`, one that is not known to hang."""
         return any(other is not replica and not (kind == "hung" and other.hung) for other in self.replicas)
 
     async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]:
@@ -506,8 +513,7 @@ class HttpUpstream:
         return (*failing, *await asyncio.gather(*(self.hangs.examine(call) for call in calls)))
 
     async def close(self) -> None:
-        """Cancel background tasks and close every connection, which fails the calls in flight. Closing twice is
-        fine."""
+        """Cancel background tasks and close all connections, which fails the calls in flight. Idempotent."""
         self.hangs.close()
         self.maintenance.cancel()
         for replica in self.replicas:
@@ -617,8 +623,7 @@ class HttpUpstream:
     # ---- check
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
-        """Return what the first usable server reports. Raises `UpstreamError` if no server can be used. Samples no
-        token."""
+        """Return what a usable server reports, without sampling. Raise `UpstreamError` if none is usable."""
         results = await self._ask_replicas(partial(self._check, timeout))
         usable = [result for result in results if isinstance(result, UpstreamInfo)]
         errors = [result for result in results if isinstance(result, UpstreamError)]
