@@ -16,9 +16,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -28,14 +27,13 @@ from rookery.sandbox_runtime import processes
 from rookery.sandboxes import shell, transfers, usage
 from rookery.sandboxes.capture import create_memory_file
 from rookery.sandboxes.channel import GuardChannel
+from rookery.sandboxes.file_transfer import DirectTransfer, FileTransfer, RunningTransfers
 from rookery.sandboxes.jobs import EXHAUSTED, Job, JobPlan, OomWatch, run_to_end
 from rookery.sandboxes.process import GuardedProcess, start_process
 from rookery.sandboxes.protocol import Command, OnOutput
 from rookery.sandboxes.shell import GuardedShell
 
 S = TypeVar("S", bound="GuardedSandbox")
-Transfer: TypeAlias = Literal["read", "write", "upload", "download"]
-"""A function of `transfers`."""
 CLOSE_SECONDS = 20.0
 MIN_MEMORY = 1 << 20
 MAX_SECONDS = 1e7
@@ -110,7 +108,7 @@ class GuardedSandbox:
         self.channel: GuardChannel | None = None
         self._null = -1
         self._children: set[GuardedProcess | GuardedShell] = set()
-        self._transfers: dict[asyncio.Future[Any], transfers.TransferClock] = {}
+        self._transfers = RunningTransfers()
         self._closing: asyncio.Task[None] | None = None
         self._created = time.monotonic()
         self._peaks_before = usage.Peaks()
@@ -127,6 +125,10 @@ class GuardedSandbox:
     def get_root(self) -> transfers.SandboxRoot:
         """Return where the sandbox's files are on the host, for file transfers."""
         raise NotImplementedError
+
+    def make_file_transfer(self) -> FileTransfer:
+        """Return an object that copies files into and out of the sandbox."""
+        return DirectTransfer(self.get_root(), self._transfers)
 
     def get_cwd(self, command: Command) -> str:
         """Return the directory in which a command runs."""
@@ -302,44 +304,26 @@ class GuardedSandbox:
     # ---- files
 
     async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
-        data: bytes = await self._run_transfer("read", timeout, path=path, limit=limit)
-        return data
+        transfer = await self._open_transfer()
+        return await transfer.read(path, limit=limit, timeout=timeout)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
-        await self._run_transfer("write", timeout, path=path, data=data, mode=mode)
+        transfer = await self._open_transfer()
+        await transfer.write(path, data, mode=mode, timeout=timeout)
 
     async def upload(
         self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
     ) -> None:
-        await self._run_transfer("upload", timeout, source=source, target=target, inside=inside)
+        transfer = await self._open_transfer()
+        await transfer.upload(source, target, inside=inside, timeout=timeout)
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
-        await self._run_transfer("download", timeout, source=source, target=target, limit=limit)
+        transfer = await self._open_transfer()
+        await transfer.download(source, target, limit=limit, timeout=timeout)
 
-    async def _run_transfer(self, name: Transfer, timeout: float, **arguments: Any) -> Any:
-        """Copy files in a thread, and wait for it. A cancelled transfer is stopped."""
+    async def _open_transfer(self) -> FileTransfer:
         await self._require_alive()
-        clock = transfers.TransferClock(timeout)
-        transfer = partial(getattr(transfers, name), self.get_root(), clock=clock, **arguments)
-        task = asyncio.get_running_loop().run_in_executor(None, transfer)
-        self._transfers[task] = clock
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            clock.stop.set()
-            await asyncio.wait({task}, timeout=CLOSE_SECONDS)
-            if task.done() and not task.cancelled():
-                task.exception()  # retrieved, so that asyncio does not log it
-            raise
-        finally:
-            del self._transfers[task]
-
-    async def _end_transfers(self) -> None:
-        """Stop running file transfers, so that none of them uses a file descriptor that `close` has closed."""
-        for clock in self._transfers.values():
-            clock.stop.set()
-        if self._transfers:
-            await asyncio.wait(set(self._transfers), timeout=CLOSE_SECONDS)
+        return self.make_file_transfer()
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:  # noqa: ARG002
         self._refuse("take snapshots")

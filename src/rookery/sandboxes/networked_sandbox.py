@@ -136,7 +136,7 @@ class NetworkedSandbox(GuardedSandbox):
         return self._proxy.log.list_records() if self._proxy is not None else ()
 
     async def _close(self) -> None:
-        await self._end_transfers()
+        await self._transfers.stop()  # none may use a descriptor that is closed next
         self.close_files()
         try:
             if self._proxy is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from rookery.core import SandboxError
 from rookery.sandboxes import ProviderHome, archives
 from rookery.sandboxes.conformance import Check, files
 from rookery.sandboxes.docker import archive_transfer
@@ -115,3 +116,13 @@ async def test_download_never_writes_through_links(tmp_path: Path) -> None:
         archives.unpack(archive, tmp_path / "host" / "got", "x", 1000)
     assert not (tmp_path / "x").exists()
     assert list((tmp_path / "host").iterdir()) == []
+
+
+async def test_writing_into_a_read_only_container_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    transfer = archive_transfer.ArchiveTransfer(None, "", None, 1000, read_only=True)  # type: ignore[arg-type]
+    with pytest.raises(SandboxError) as written:
+        await transfer.write("file", b"x", mode=0o644, timeout=60.0)
+    with pytest.raises(SandboxError) as uploaded:
+        await transfer.upload(tmp_path / "file", "file", inside=None, timeout=60.0)
+    assert {written.value.code, uploaded.value.code} == {"sandbox.refused"}

@@ -36,40 +36,53 @@ _GO_MODE_DIRECTORY = 1 << 31
 
 
 class ArchiveTransfer:
-    """Reads, writes, uploads and downloads files of one container."""
+    """Implements `rookery.sandboxes.file_transfer.FileTransfer` for one container."""
 
-    def __init__(self, engine: EngineClient, container: str, root: transfers.SandboxRoot, uid: int) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        container: str,
+        root: transfers.SandboxRoot,
+        uid: int,
+        *,
+        read_only: bool = False,
+    ) -> None:
         self._engine = engine
         self._container = container
         self._root = root
         self._uid = uid
+        self._read_only = read_only
 
-    async def read(self, path: str, limit: int) -> bytes:
-        names = await self._resolve_existing(path)
-        with tempfile.TemporaryFile() as file:
-            await self._fetch(names, file, limit)
-            return await asyncio.to_thread(_read_single_file, file, path, limit)
+    async def read(self, path: str, *, limit: int, timeout: float) -> bytes:
+        async with asyncio.timeout(timeout):
+            names = await self._resolve_existing(path)
+            with tempfile.TemporaryFile() as file:
+                await self._fetch(names, file, limit)
+                return await asyncio.to_thread(_read_single_file, file, path, limit)
 
-    async def write(self, path: str, data: bytes, mode: int) -> None:
-        names, existing = await self._resolve_target(path)
-        with tempfile.TemporaryFile() as file:
-            with tarfile.open(fileobj=file, mode="w") as tar:
-                self._add_parents(tar, names, existing)
-                member = archives.make_member("/".join(names), tarfile.REGTYPE, mode, self._uid, len(data))
-                tar.addfile(member, io.BytesIO(data))
-            await self._put(file)
+    async def write(self, path: str, data: bytes, *, mode: int, timeout: float) -> None:
+        async with asyncio.timeout(timeout):
+            names, existing = await self._resolve_target(path)
+            with tempfile.TemporaryFile() as file:
+                with tarfile.open(fileobj=file, mode="w") as tar:
+                    self._add_parents(tar, names, existing)
+                    member = archives.make_member("/".join(names), tarfile.REGTYPE, mode, self._uid, len(data))
+                    tar.addfile(member, io.BytesIO(data))
+                await self._put(file)
 
-    async def upload(self, source: Path, target: str, inside: Path | None = None) -> None:
-        names, existing = await self._resolve_target(target)
-        with tempfile.TemporaryFile() as file:
-            await asyncio.to_thread(self.pack, file, source, inside, names, existing)
-            await self._put(file)
+    async def upload(self, source: Path, target: str, *, inside: Path | None, timeout: float) -> None:
+        async with asyncio.timeout(timeout):
+            names, existing = await self._resolve_target(target)
+            with tempfile.TemporaryFile() as file:
+                await asyncio.to_thread(self.pack, file, source, inside, names, existing)
+                await self._put(file)
 
-    async def download(self, source: str, target: Path, limit: int) -> None:
-        names = await self._resolve_existing(source)
-        with tempfile.TemporaryFile() as file:
-            await self._fetch(names, file, limit)
-            await asyncio.to_thread(archives.unpack, file, target, source, limit)
+    async def download(self, source: str, target: Path, *, limit: int, timeout: float) -> None:
+        async with asyncio.timeout(timeout):
+            names = await self._resolve_existing(source)
+            with tempfile.TemporaryFile() as file:
+                await self._fetch(names, file, limit)
+                await asyncio.to_thread(archives.unpack, file, target, source, limit)
 
     # ---- paths
 
@@ -87,8 +100,14 @@ class ArchiveTransfer:
     async def _resolve_target(self, path: str) -> tuple[tuple[str, ...], int]:
         """Return the names of a path to write to, and how many of its parent directories exist in the container.
 
-        Raise `OSError` if one of its parents is not a directory.
+        Raise `OSError` if one of its parents is not a directory, and `SandboxError(sandbox.refused)` if the
+        container is read-only.
         """
+        if self._read_only:
+            raise SandboxError(
+                "the docker provider cannot write into a read-only container, unless Rookery runs as root",
+                cause="sandbox.refused",
+            )
         names = self._split(path)
         for count in range(1, len(names)):
             mode = await self._get_mode(names[:count])

@@ -39,12 +39,8 @@ from rookery.sandboxes.docker.guard_connection import (
     map_uid_to_host,
 )
 from rookery.sandboxes.docker.snapshots import ChangeReader, ForkTree, compare_changes, paused
-from rookery.sandboxes.guarded_sandbox import (
-    DEFAULT_PATH,
-    Transfer,
-    limit_time,
-    merge_fork_spec,
-)
+from rookery.sandboxes.file_transfer import FileTransfer
+from rookery.sandboxes.guarded_sandbox import DEFAULT_PATH, limit_time, merge_fork_spec
 from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.networked_sandbox import NetworkedSandbox
 from rookery.sandboxes.protocol import Command, Lease, OnOutput, ProviderHome
@@ -223,15 +219,12 @@ class DockerSandbox(NetworkedSandbox):
             f"/proc/self/fd/{self._fds['root']}/.", workdir, {"/": ()}, self._host_uid, _HIDDEN
         )
 
-    async def _run_transfer(self, name: Transfer, timeout: float, **arguments: Any) -> Any:
+    def make_file_transfer(self) -> FileTransfer:
         if self._creator.direct:
-            return await super()._run_transfer(name, timeout, **arguments)
-        await self._require_alive()
-        if self.spec.read_only and name in ("write", "upload"):
-            self._refuse("write into a read-only container, unless Rookery runs as root")
-        archive = ArchiveTransfer(self._creator.engine, self._container, self.get_root(), self._uid)
-        async with asyncio.timeout(timeout):
-            return await getattr(archive, name)(**arguments)
+            return super().make_file_transfer()
+        return ArchiveTransfer(
+            self._creator.engine, self._container, self.get_root(), self._uid, read_only=self.spec.read_only
+        )
 
     # ---- commands
 
