@@ -321,6 +321,20 @@ def test_library_compiles_without_warnings(tmp_path: Path) -> None:
     subprocess.run(["gcc", *flags, "-o", tmp_path / "library.so", *sources], check=True)
 
 
+@needs_library
+def test_special_kinds_of_memory_are_not_replaced(tmp_path: Path) -> None:
+    program = tmp_path / "program.c"
+    program.write_text(
+        f'#include "{native_library._SOURCES / "memory.c"}"\n'
+        'int main(int count, char **flags) { while (--count) putchar("01"[is_replaceable(*++flags)]); }\n'
+    )
+    messages = native_library._SOURCES / "messages.c"
+    subprocess.run(["gcc", "-o", tmp_path / "program", program, messages], check=True)
+    shadow_stack, tagged, ordinary = (f"VmFlags: rd wr mr mw me {flag} \n" for flag in ("ss", "mt", "ac"))
+    output = subprocess.check_output([tmp_path / "program", shadow_stack, tagged, ordinary])
+    assert output == b"001"
+
+
 def test_other_machines_get_the_sources_of_the_library() -> None:
     with tarfile.open(fileobj=io.BytesIO(bootstrap.build_archive()[1])) as archive:
         names = archive.getnames()

@@ -14,8 +14,8 @@ struct Area {
 
 /* Return whether the line of /proc/self/smaps that lists the flags of a mapping allows to replace the mapping. */
 static int is_replaceable(const char *flags) {
-    /* grows down (the stack), wiped or not copied on fork, locked, huge pages, sealed */
-    static const char *const refused[] = {" gd", " wf", " dc", " lo", " ht", " sl"};
+    /* grows down (the stack), shadow stack, wiped or not copied on fork, locked, huge pages, sealed, memory tags */
+    static const char *const refused[] = {" gd", " ss", " wf", " dc", " lo", " ht", " sl", " mt"};
     for (size_t at = 0; at < sizeof refused / sizeof *refused; at++)
         if (strstr(flags, refused[at]))
             return 0;
