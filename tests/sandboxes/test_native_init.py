@@ -18,13 +18,15 @@ import pytest
 from msgspec.structs import replace
 
 from rookery.sandbox_runtime import guard_protocol, processes
-from rookery.sandbox_runtime.pid1.native_init import NativeInit
+from rookery.sandbox_runtime.pid1 import native_init
+from rookery.sandbox_runtime.pid1.native_init import NativeInit, ZygoteEndedError
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.channel import GuardChannel
 from rookery.sandboxes.conformance import CHECKS, Check
-from rookery.sandboxes.local import native_library
+from rookery.sandboxes.local import machine_checks, native_library
 from rookery.sandboxes.local.keeper_client import list_keeper_children
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from rookery.sandboxes.probe import ProviderProof
 from rookery.sandboxes.remote import bootstrap
 from tests.processes import send_signal
 from tests.sandboxes.hostile import warm_programs
@@ -143,6 +145,77 @@ async def test_keeper_forks_sandboxes_itself_when_the_zygote_is_killed(local: Lo
                 await one.close()
     finally:
         await sandbox.close()
+
+
+@needs_library
+async def test_zygote_that_is_killed_with_a_request_fails_no_creation(local: LocalProvider) -> None:
+    keeper = await get_keeper_pid(local)
+    first = await local.create(SPEC, attempt="test")
+    try:
+        zygote = await wait_until(lambda: find_zygote(keeper))
+        send_signal({zygote}, signal.SIGSTOP)
+        creations = [asyncio.create_task(local.create(SPEC, attempt="test")) for _ in range(4)]
+        await wait_until(lambda: is_in_receive(keeper))
+        send_signal({zygote}, signal.SIGKILL)
+        others = await asyncio.gather(*creations)
+        try:
+            for one in (first, *others):
+                assert (await one.exec(Command(argv=("true",)))).ok
+        finally:
+            for one in others:
+                await one.close()
+    finally:
+        await first.close()
+
+
+def is_in_receive(pid: int) -> bool:
+    """Return whether a process waits in recvmsg, as a keeper does for an answer of its zygote."""
+    number = {"x86_64": "47", "aarch64": "212"}[os.uname().machine]
+    return Path(f"/proc/{pid}/syscall").read_text().split()[0] == number
+
+
+@needs_library
+async def test_keeper_without_a_zygote_says_why(
+    local: LocalProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, library = tmp_path / "library.c", tmp_path / "library.so"
+    source.write_text("#include <unistd.h>\nchar state[1 << 18];\nvoid run_zygote(void *shared) { _exit(1); }\n")
+    subprocess.run(["gcc", "-fPIC", "-shared", "-o", library, source], check=True)
+    monkeypatch.setattr(native_library, "find_library", lambda: native_library.NativeLibrary(str(library), "", ""))
+    about = await (await local.keeper()).status()
+    assert (about["native"], bool(about["native_problem"])) == (False, True)
+    check = machine_checks._check_library(ProviderProof(about=about))
+    assert (check.status, about["native_problem"] in check.found) == ("info", True)
+    sandbox = await local.create(SPEC, attempt="test")
+    try:
+        assert (await sandbox.exec(Command(argv=("true",)))).ok
+    finally:
+        await sandbox.close()
+
+
+def fail_to_prepare() -> None:
+    raise ValueError("reason")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected", "output"),
+    [(fail_to_prepare, ZygoteEndedError, "zygote: ValueError: reason\n"), (signal.pause, TimeoutError, "")],
+)
+def test_zygote_that_does_not_become_ready_is_an_error(
+    prepare: Callable[[], None],
+    expected: type[OSError],
+    output: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if prepare is signal.pause:
+        monkeypatch.setattr(native_init, "PREPARE_SECONDS", 0.1)
+    native = NativeInit.__new__(NativeInit)
+    with pytest.raises(expected):
+        native.start_zygote(prepare)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(native.pid, 0)
+    assert capfd.readouterr().err == output
 
 
 @needs_library

@@ -28,10 +28,19 @@ limits, while it serves the owner, or in a fork that becomes a Python command.""
 KEEPER_FD = 3
 ZYGOTE_NAME = "zygote"
 """Name of the zygote's process, as `ps` shows it."""
+PREPARE_SECONDS = 10.0
+"""Time limit for the preparation of the zygote, for which the keeper waits."""
 _MESSAGE = struct.Struct("<cxHIQ")
 _MAX_LAYERS_BYTES = 3500
 """The library mounts an overlay with one string of options, which has to fit into a memory page."""
 _FORK_REQUEST, _FORK_ANSWER = struct.Struct("<QII"), struct.Struct("<i")
+
+
+class ZygoteEndedError(OSError):
+    """The zygote ended before it answered. It may have forked a sandbox."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EIO, "the process that forks sandboxes has ended")
 
 
 class _Command(ctypes.Structure):
@@ -134,7 +143,8 @@ class NativeInit:
     def start_zygote(self, prepare: "Callable[[], None]") -> None:
         """Fork the zygote, the process that forks sandboxes. It calls `prepare` first.
 
-        It returns in the keeper, and in pid 1 of a sandbox, with `pid` 0, when Python has to take over.
+        It returns in the keeper when the zygote is ready, and in pid 1 of a sandbox, with `pid` 0, when Python has
+        to take over. Raises `OSError` if the zygote does not become ready; then there is no zygote.
         """
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         self.pid = os.fork()
@@ -145,11 +155,23 @@ class NativeInit:
                 os.dup2(theirs.detach(), KEEPER_FD, inheritable=False)
                 syscalls.close_range(KEEPER_FD + 1)
                 prepare()
-            except Exception:
-                os._exit(1)  # the keeper continues without a zygote
+            except BaseException as error:
+                try:
+                    os.write(2, f"zygote: {type(error).__name__}: {error}\n".encode())
+                finally:
+                    os._exit(1)  # the keeper continues without a zygote
             self._run_zygote(ctypes.byref(self._shared))
             return
         theirs.close()
+        ours.settimeout(PREPARE_SECONDS)
+        try:
+            if not ours.recv(_FORK_ANSWER.size):
+                raise ZygoteEndedError
+        except OSError:
+            ours.close()
+            self.stop_zygote()
+            raise
+        ours.settimeout(None)
         self._zygote = ours
 
     def stop_zygote(self) -> None:
@@ -169,7 +191,7 @@ class NativeInit:
         v1 cgroups.
 
         Raises `ConnectionError` only if the zygote did not get the request: then the caller can fork the sandbox.
-        A zygote that ends later may have forked it already, which is reported as another `OSError`.
+        A zygote that ends later may have forked it already, which is reported as `ZygoteEndedError`.
         """
         assert self._zygote is not None
         fds = [sync, network, *((cgroup,) if cgroup >= 0 else ()), *tasks]
@@ -178,7 +200,7 @@ class NativeInit:
         with suppress(ConnectionError):
             data, received = receive_message(self._zygote, 16, 1)
         if not data:
-            raise OSError(errno.EIO, "the process that forks sandboxes has ended")
+            raise ZygoteEndedError
         (pid,) = _FORK_ANSWER.unpack(data)
         if pid < 0:
             raise OSError(-pid, f"clone3: {os.strerror(-pid)}")

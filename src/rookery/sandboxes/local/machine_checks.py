@@ -49,7 +49,7 @@ def run_checks(proof: "ProviderProof") -> list[MachineCheck]:
     if overlay is not None:
         found.append(_check_overlay(usable=bool(overlay)))
     found += _check_limits(proof)
-    found += [_check_library(), _check_kvm()]
+    found += [_check_library(proof), _check_kvm()]
     return found
 
 
@@ -245,11 +245,12 @@ def _suggest_delegation() -> str:
     return "mount /sys/fs/cgroup writable; a container: --privileged, or -v /sys/fs/cgroup:/sys/fs/cgroup:rw"
 
 
-def _check_library() -> MachineCheck:
+def _check_library(proof: "ProviderProof") -> MachineCheck:
     library = native_library.find_library()
-    if library.path:
+    problem = library.problem or proof.about.get("native_problem", "")
+    if not problem:
         return MachineCheck("C library", "ok", "creates sandboxes and starts their commands")
-    finding = f"not used, because {library.problem}: sandboxes need twice the CPU time"
+    finding = f"not used, because {problem}: sandboxes need twice the CPU time"
     return MachineCheck("C library", "info", finding, library.fix)
 
 

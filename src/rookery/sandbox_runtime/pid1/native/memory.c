@@ -66,8 +66,11 @@ void share_memory(void) {
         for (int number = 0; number < count; number++) {
             size_t size = areas[number].end - areas[number].start;
             void *place = (void *)areas[number].start;
-            if (mmap(place, size, areas[number].protection, MAP_PRIVATE | MAP_FIXED, fd, at) == MAP_FAILED)
-                _exit(1); /* the memory may be gone; the keeper continues without a zygote */
+            if (mmap(place, size, areas[number].protection, MAP_PRIVATE | MAP_FIXED, fd, at) == MAP_FAILED) {
+                static const char message[] = "zygote: mmap failed\n";
+                /* The memory may be gone. The keeper continues without a zygote. */
+                _exit(write(STDERR_FILENO, message, sizeof message - 1) < 0 ? 2 : 1);
+            }
             at += (off_t)size;
         }
     }

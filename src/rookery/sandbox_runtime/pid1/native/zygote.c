@@ -26,9 +26,9 @@ static long fork_sandbox(const struct Shared *shared, const struct ForkRequest *
     return pid;
 }
 
-/* Fork sandboxes as the keeper asks for them on descriptor 3. Runs in the zygote, a fork of the keeper that does
- * nothing else, so that no process has to copy the pages that all sandboxes share. Returns only in sandboxes, with
- * `state` set. */
+/* Tell the keeper on descriptor 3 that the zygote is ready, then fork sandboxes as the keeper asks for them. Runs in the
+ * zygote, a fork of the keeper that does nothing else, so that no process has to copy the pages that all sandboxes
+ * share. Returns only in sandboxes, with `state` set. */
 void run_zygote(const struct Shared *shared) {
     struct ForkRequest request;
     if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) < 0 || getppid() != shared->keeper_pid)
@@ -36,6 +36,9 @@ void run_zygote(const struct Shared *shared) {
     prctl(PR_SET_NAME, ZYGOTE_NAME, 0, 0, 0);
     read_memory_layout();
     share_memory();
+    int32_t ready = 0;
+    if (send_with_fds(KEEPER_FD, &ready, sizeof ready, NULL, 0) < 0)
+        _exit(1);
     for (;;) {
         ssize_t size = receive(KEEPER_FD);
         if (size < 0)

@@ -253,6 +253,7 @@ class Keeper:
             "unified": manager.unified,
             "can_kill": manager.can_kill,
             "native": self.factory.native is not None,
+            "native_problem": self.factory.native_problem,
             "v1": manager.v1,
             "v2": sorted(manager.v2),
         }
@@ -502,9 +503,9 @@ def main() -> None:
     # Freeze the present objects: the garbage collector of a sandbox would otherwise copy their memory pages.
     gc.collect()
     gc.freeze()
-    control.send(dumps({"status": keeper.status()}))
     init.prepare_to_fork()
     keeper.factory.start_zygote()
+    control.send(dumps({"status": keeper.status()}))
     try:
         keeper.run()
     finally:

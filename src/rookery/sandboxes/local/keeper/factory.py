@@ -121,6 +121,8 @@ class SandboxForker:
         # the same owner have different slots.
         first, index, count = settings["parent"] * 2654435761, settings["index"], settings["count"]
         id_slots = deque((first + n) % ID_SLOTS for n in range(index, ID_SLOTS, count))
+        self.native_problem = ""
+        """Why the C library is not used although it was compiled."""
         self.native = self._load_native(settings["native"]) if settings["native"] else None
         self.jobs = BackgroundJobs()
         self.store = layer_store.LayerStore(self.jobs, id_slots, mapped=self.mapped)
@@ -135,6 +137,15 @@ class SandboxForker:
 
     def fork(self, *, isolated_network: bool = True) -> SandboxProcess:
         """Fork a process into new namespaces and a new cgroup. It then waits for `send_mount_plan`."""
+        try:
+            return self._fork_once(isolated_network=isolated_network)
+        except native_init.ZygoteEndedError as error:
+            # If the zygote has forked a process, that process exits, because its connection is closed. It shares
+            # nothing with the process that is forked now.
+            self._stop_using_library(str(error))
+            return self._fork_once(isolated_network=isolated_network)
+
+    def _fork_once(self, *, isolated_network: bool) -> SandboxProcess:
         self._serial += 1
         name = f"{self.settings['name']}-{self._serial}"
         lineage = self.store.new_lineage()
@@ -186,11 +197,16 @@ class SandboxForker:
     def _load_native(self, path: str) -> native_init.NativeInit | None:
         """Load the C library for pid 1; None if it cannot be used for the sandboxes of this keeper."""
         if not (self.mapped and self.tree.overlay and init.CAN_SWITCH_USERS):
+            self.native_problem = "it needs overlay mounts and a range of user IDs for each sandbox"
             return None
         try:
             return native_init.NativeInit(path, self.tree, self.seccomp_filter, warm=init.Init.warm is not None)
-        except OSError:
+        except OSError as error:
+            self.native_problem = f"it cannot be loaded: {error}"
             return None
+
+    def _stop_using_library(self, problem: str) -> None:
+        self.native, self.native_problem = None, problem
 
     def _fork_native(
         self, flags: int, uid: int, sync: int, network: int, cgroup_fd: int, task_fds: list[int]
@@ -205,7 +221,7 @@ class SandboxForker:
             # The zygote had been killed, or the kernel does not allow it to fork children of the keeper.
             if not isinstance(error, ConnectionError) and error.errno != errno.EINVAL:
                 raise
-            self.native = None
+            self._stop_using_library(str(error))
             return None
 
     def start_zygote(self) -> None:
@@ -213,8 +229,8 @@ class SandboxForker:
         if self.native is not None:
             try:
                 self.native.start_zygote(init.prepare_zygote)
-            except OSError:
-                self.native = None
+            except OSError as error:
+                self._stop_using_library(f"the zygote could not be started: {error}")
                 return
             if self.native.pid == 0:
                 local_init.take_over(self.native, self.tree, self.seccomp_filter)
