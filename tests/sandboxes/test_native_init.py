@@ -235,6 +235,29 @@ def _anonymous_kb(pid: int) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.parametrize(("flags", "known"), [("", True), ("d", True), ("t", False), ("td", False)])
+def test_memory_of_a_free_threaded_interpreter_is_not_shared(
+    flags: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "abiflags", flags)
+    assert native_init._has_known_allocator() == known
+
+
+@needs_library
+async def test_warm_interpreter_has_no_list_that_grows_by_mremap(local: LocalProvider) -> None:
+    program = """
+import gc
+gc.unfreeze()
+print(max(one.__sizeof__() for one in gc.get_objects() if isinstance(one, list)) < 128 << 10)
+"""
+    sandbox = await local.create(SPEC, attempt="test")
+    try:
+        command = Command(argv=("python3", "-c", program), env={"PATH": WARM_PATH}, warm=True)
+        assert (await sandbox.exec(command)).stdout == b"True\n"
+    finally:
+        await sandbox.close()
+
+
 @needs_library
 async def test_command_that_changes_memory_of_the_warm_interpreter_changes_only_its_own(
     local: LocalProvider,

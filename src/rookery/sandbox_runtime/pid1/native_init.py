@@ -59,6 +59,7 @@ class _Shared(ctypes.Structure):
     _fields_ = [
         ("keeper_pid", ctypes.c_int32),
         ("warm", ctypes.c_int32),
+        ("shares_memory", ctypes.c_int32),
         ("interpreter_device", ctypes.c_uint64),
         ("interpreter_inode", ctypes.c_uint64),
         ("trees", ctypes.POINTER(ctypes.c_char_p)),
@@ -129,6 +130,7 @@ class NativeInit:
         self._shared = _Shared(
             os.getpid(),
             warm,
+            _has_known_allocator(),
             interpreter.st_dev,
             interpreter.st_ino,
             _build_array(trees),
@@ -262,6 +264,11 @@ def encode_mount_plan(plan: root_filesystem.MountPlan) -> bytes | None:
 def encode_limits(uid: int, disk: int, port: int) -> bytes:
     """Return the message for a sandbox whose other limits are enforced by its cgroup."""
     return _MESSAGE.pack(b"L", port, uid, disk)
+
+
+def _has_known_allocator() -> bool:
+    """Return whether this is CPython with the GIL, whose memory `share_memory` of the library can replace."""
+    return sys.implementation.name == "cpython" and "t" not in sys.abiflags
 
 
 def _build_array(pairs: list[tuple[str, str]]) -> "ctypes.Array[ctypes.c_char_p]":

@@ -2,7 +2,15 @@
  *
  * A fork copies the page tables of anonymous memory, and its end frees them: half a millisecond for the 9 MB of a warm
  * interpreter, twice for every sandbox with a Python command. Page tables of private mappings of a file are not copied. A
- * process maps what it reads, and copies what it writes, from the file. */
+ * process maps what it reads, and copies what it writes, from the file.
+ *
+ * The memory is not anonymous any more: after MADV_DONTNEED it has its old content instead of zeros, and what mremap
+ * adds to it has the content of other memory, or causes SIGBUS beyond the end of the file. Therefore the allocators
+ * must do neither with blocks that exist before the copy. pymalloc only unmaps its arenas. glibc's malloc uses
+ * MADV_DONTNEED only in `malloc_trim` and in the arenas of threads, which the zygote does not have, and mremap only in
+ * a `realloc` of a block that has a mapping of its own (128 KB or more): in CPython, lists and byte arrays that grow,
+ * and a new interpreter has none of this size. Other allocators are not known to meet this: `native_init.py` permits
+ * the copy only in CPython with the GIL, and `zygote.c` only with glibc. */
 #include "native.h"
 
 #define MAX_AREAS 512

@@ -106,6 +106,7 @@ struct Command {
 /* What all sandboxes of a keeper have in common. Strings and arrays belong to the keeper and are never changed. */
 struct Shared {
     int32_t keeper_pid, warm;            /* warm: the keeper is a warm interpreter */
+    int32_t shares_memory;               /* the allocators of this interpreter allow `share_memory` */
     uint64_t interpreter_device, interpreter_inode;
     const char *const *trees;            /* pairs: source below the keeper's directory, target in the sandbox */
     const char *const *masks;            /* the same for files of /proc */

@@ -35,7 +35,10 @@ void run_zygote(const struct Shared *shared) {
         _exit(1);
     prctl(PR_SET_NAME, ZYGOTE_NAME, 0, 0, 0);
     read_memory_layout();
-    share_memory();
+#ifdef __GLIBC__
+    if (shared->shares_memory)
+        share_memory();
+#endif
     int32_t ready = 0;
     if (send_with_fds(KEEPER_FD, &ready, sizeof ready, NULL, 0) < 0)
         _exit(1);
