@@ -1,4 +1,5 @@
-/* Show the command line of a Python command, which is a fork of the zygote, in /proc. As `cpython_internals.py`. */
+/* Show the command line of a Python command, which is a fork of the zygote, in /proc. Equivalent of `set_command_line` in
+ * `cpython_internals.py`. */
 #include "native.h"
 
 static struct prctl_mm_map layout; /* where code, data, heap and stack are, in the zygote and its forks */

@@ -53,7 +53,8 @@ static int list_areas(struct Area *areas) {
     return count;
 }
 
-/* If the file cannot be written, the memory stays as it is. Nothing may be allocated between the copy and the end. */
+/* Replace the private memory of this process by private mappings of a sealed copy. Leave it as it is if the copy fails.
+ * Nothing may be allocated between the copy and the end. */
 void share_memory(void) {
     struct Area areas[MAX_AREAS];
     int count = list_areas(areas);
