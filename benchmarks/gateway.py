@@ -1,10 +1,10 @@
-"""Benchmark `gateway`: the cost of a recorded model call, beside the bare call and other forwarding proxies.
+"""Benchmark `gateway`: the cost of a recorded model call, beside the bare call and other proxies.
 
 Requests of 4 KB and of 32k tokens get an immediate answer of 500 tokens with IDs and log probabilities, in the
-format of vLLM. One run alternates between the upstream itself, the minimal forwarding proxy (`floor`), a bare
-proxy (uvicorn, Starlette, aiohttp), LiteLLM's proxy, and our gateway with one shard and recording enabled. On few
-cores the load generator and the upstream compete with the measured server, so every rate comes with the server's
-CPU time.
+format of vLLM. One run alternates between the upstream itself, the minimal recording proxy (`floor`), a bare proxy
+(uvicorn, Starlette, aiohttp), LiteLLM's proxy, and our gateway with one shard and recording enabled. On few cores
+the load generator and the upstream compete with the measured server, so every rate comes with the server's CPU
+time.
 
 Method:
 - every server forwards the same requests to the same upstream and is loaded by the same generator, in short

@@ -134,7 +134,7 @@ def direct(upstream: InstantModel) -> ServerUnderTest:
 
 @asynccontextmanager
 async def run_floor(upstream: InstantModel) -> AsyncIterator[ServerUnderTest]:
-    """Run the floor: the minimal forwarding proxy of `benchmarks.gateway_floor`."""
+    """Run the floor: the minimal recording proxy of `benchmarks.gateway_floor`."""
     port = upstream.origin.rsplit(":", 1)[1]
     async with run_server([sys.executable, "-m", "benchmarks.gateway_floor", port]) as running:
         yield _without_sessions("floor", running.port, (running.pid,))
