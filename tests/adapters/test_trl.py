@@ -10,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,17 @@ from rookery.adapters.trl import (
     push_weights,
     rollout_func,
 )
+from rookery.adapters.trl.settings import get_settings
 from rookery.core import UsageError
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import Weights, chat
 from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
-from tests.adapters.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
+from tests.adapters.trl_envs import (
+    ByteEnvironment,
+    FaultyEnvironment,
+    LongSubCallEnvironment,
+    MultiSegmentEnvironment,
+)
 from tests.adapters.trl_kit import (
     ONCE,
     Watched,
@@ -283,8 +290,8 @@ def test_invalid_settings_are_rejected_before_sampling(tmp_path: Path, policy: P
     assert not out.exists()
 
 
-def test_changed_temperature_another_tokenizer_and_a_longer_context_are_refused(
-    tmp_path: Path, policy: Path
+def test_changed_temperature_and_another_tokenizer_are_refused_and_a_longer_context_is_reported(
+    tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = [make_task("t", [1.0, 0.0])]
     model = model_of(policy)
@@ -292,8 +299,9 @@ def test_changed_temperature_another_tokenizer_and_a_longer_context_are_refused(
     with opened(ScriptedEnvironment(), policy, tasks=tasks, limits=Limits(context=longest + 1)) as rollouts:
         made = trainer(rollouts, model, tmp_path, per_device_train_batch_size=2, num_generations=2)
         prompts = [rollouts.dataset()[0]["prompt"]] * 2
-        with pytest.raises(UsageError, match=rf"\b{longest + 1}\b.*\b{longest}\b"):
-            rollouts(prompts, made)
+        for _ in range(2):
+            assert len(rollouts(prompts, made)["prompt_ids"]) == 2
+        assert sum(str(longest + 1) in record.message for record in caplog.records) == 1
     with opened(ScriptedEnvironment(), policy, tasks=tasks) as rollouts:
         assert len(rollouts(prompts, made)["prompt_ids"]) == 2
         made.temperature = 0.7
@@ -304,6 +312,40 @@ def test_changed_temperature_another_tokenizer_and_a_longer_context_are_refused(
         made.processing_class = ByteTokenizer(shift=1)
         with pytest.raises(UsageError, match="tokenizer"):
             rollouts(prompts, made)
+
+
+def test_sub_call_longer_than_the_model_takes_is_clipped_and_counted(tmp_path: Path, policy: Path) -> None:
+    model = model_of(policy)
+    model.config.max_position_embeddings = 60
+    with opened(LongSubCallEnvironment(), policy, tasks=[{"id": "t", "prompt": "x" * 40}]) as rollouts:
+        made = trainer(rollouts, model, tmp_path, per_device_train_batch_size=2, num_generations=2)
+        columns = rollouts([rollouts.dataset()[0]["prompt"]] * 2, made)
+    lengths = [len(columns["prompt_ids"][at]) + len(columns["completion_ids"][at]) for at in range(2)]
+    assert max(lengths) <= 60
+    assert all(one["reward"] is not None and one["tokens_left_out"] > 0 for one in columns["rollout"])
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 100}, 100),
+        ({"max_position_embeddings": 10, "text_config": SimpleNamespace(max_position_embeddings=100)}, 100),
+        ({"max_position_embeddings": 100, "rope_parameters": {"rope_type": "default"}}, 100),
+        ({"max_position_embeddings": 100, "rope_parameters": YARN}, 400),
+        ({"max_position_embeddings": 100, "rope_scaling": YARN}, 400),
+        ({"max_position_embeddings": 500, "rope_parameters": YARN}, 500),
+        ({"max_position_embeddings": 100, "rope_parameters": {"full": YARN, "sliding": {}}}, 400),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "linear", "factor": 4.0}}, None),
+        ({}, None),
+    ],
+)
+def test_context_is_the_usable_length_of_the_text_model(config: dict[str, Any], context: int | None) -> None:
+    made = bare()
+    made.model.config = SimpleNamespace(**config)
+    assert get_settings(made).context == context
 
 
 def test_rollout_function_stays_usable_after_an_interrupt_or_error(tmp_path: Path, policy: Path) -> None:

@@ -24,7 +24,12 @@ from rookery.engine import Engine
 from rookery.training.advantages import compute_advantages
 from rookery.upstreams.embedded import Weights, chat
 from tests.adapters.kit import ByteTokenizer, ScriptedEnvironment, make_task
-from tests.adapters.trl_envs import ByteEnvironment, FaultyEnvironment, MultiSegmentEnvironment
+from tests.adapters.trl_envs import (
+    ByteEnvironment,
+    FaultyEnvironment,
+    LongSubCallEnvironment,
+    MultiSegmentEnvironment,
+)
 from tests.adapters.trl_kit import (
     CPU,
     ONCE,
@@ -211,6 +216,7 @@ def test_clipped_tokens_are_not_counted_as_lacking_logprobs() -> None:
     samples, figures = make_samples(Group(index=0, task=Task(id="t"), rollouts=rollouts), context=2)
     assert [sample.completion_mask.tolist() for sample in samples] == [[0, 1]] * 2
     assert "rookery/tokens_without_logprob_total" not in figures
+    assert figures["rookery/tokens_left_out_total"] == 2.0
 
 
 def test_untrainable_rollout_is_missing_and_affects_no_other() -> None:
@@ -335,6 +341,22 @@ def test_delivery_while_the_engine_closes_does_not_block_it(policy: Path, worker
     assert not stopping.is_alive()
     assert delivered.is_set()
     assert workers() == []
+
+
+def test_sub_call_longer_than_the_token_budget_is_clipped_and_counted(policy: Path) -> None:
+    args = SimpleNamespace(**{**vars(TRAINER_ARGS), "temperature": 1.0, "token_budget": 60})
+    tasks = [{"id": "t", "prompt": "x"}]
+    worker = working(LongSubCallEnvironment(), policy, tasks=tasks, k=2, args=args, sampling=None)
+    worker.start()
+    try:
+        figures = worker.metrics_queue.get(timeout=60)
+        samples = [worker.rollout_buffer.get(timeout=60) for _ in range(4)]
+        worker.check_health(60.0)
+    finally:
+        worker.stop()
+    assert max(len(sample.input_ids) for sample in samples) == 60
+    assert figures["rookery/missing"] == (0.0, 2.0)
+    assert figures["rookery/tokens_left_out_total"] > 0
 
 
 @pytest.mark.long

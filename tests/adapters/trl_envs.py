@@ -79,3 +79,16 @@ class FaultyEnvironment(Environment):
 
     async def score(self, ctx: Context) -> float:
         return ctx.rng.random()
+
+
+class LongSubCallEnvironment(Environment):
+    """Makes one model call and one trained sub-call with a prompt of 55 bytes."""
+
+    name = "long sub-calls"
+
+    async def run(self, ctx: Context) -> None:
+        await ctx.policy.chat(ctx.task.prompt)
+        await ctx.sub_model(trained=True).chat("x" * 55)
+
+    async def score(self, ctx: Context) -> float:
+        return ctx.rng.random()

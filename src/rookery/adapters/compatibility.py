@@ -10,13 +10,14 @@ Guarantees:
   `UsageError`.
 - Settings of the trainer that change between two calls raise `UsageError`.
 - A token ID outside the vocabulary of the trainer's tokenizer, and a sequence longer than the trainer takes, raise
-  `UsageError`. So does a tokenizer that decodes the first plain reply to another text than was recorded.
+  `UsageError`, unless the adapter clips it. So does a tokenizer that decodes the first plain reply to another text
+  than was recorded.
 """
 
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +93,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of tokens of one model call."""
     context: int | None = None
     """Number of tokens of the longest sequence that the trainer takes."""
+    clips: bool = False
+    """True if the adapter clips longer sequences to `context` tokens. Otherwise they raise `UsageError`."""
     extra: dict[str, Any] = {}
     """Other sampling parameters of the trainer, which are passed to the inference engine."""
 
@@ -133,7 +136,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
         Raise `UsageError` if the context length of `wanted` is longer than the trainer takes.
         """
-        limits = msgspec.convert(wanted, Limits) if isinstance(wanted, dict) else wanted or Limits()
+        limits = _parse_limits(wanted)
         if self.context is None:
             return limits
         if limits.context is not None and limits.context > self.context:
@@ -142,6 +145,43 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.context}: reduce the limit, or raise the maximum length in the trainer"
             )
         return limits.over(Limits(context=self.context))
+
+    def accept_longer_context(
+        self, wanted: Limits | dict[str, Any] | None, warn: Callable[[str], None]
+    ) -> "TrainerSettings":
+        """Return the settings with the context length of `wanted` if that is longer, after a warning.
+
+        For a trainer without a limit of its own, whose `context` is derived from the configuration of its model.
+        """
+        context = _parse_limits(wanted).context
+        if self.context is None or context is None or context <= self.context:
+            return self
+        warn(
+            f"limits.context is {context} tokens, but the configuration of the trainer's model names a maximum of "
+            f"{self.context}: check that the model was made for longer sequences"
+        )
+        return msgspec.structs.replace(self, context=context)
+
+
+def _parse_limits(wanted: Limits | dict[str, Any] | None) -> Limits:
+    return msgspec.convert(wanted, Limits) if isinstance(wanted, dict) else wanted or Limits()
+
+
+def get_model_context(config: Any) -> int | None:
+    """Return the maximum sequence length of a model from its transformers configuration; None if it is not known.
+
+    It is that of the text model if there are several, extended by the scaling of rotary position embeddings. It is
+    not known if the model was scaled from an unknown length or by an unknown factor.
+    """
+    config = getattr(config, "text_config", None) or config
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # Some models have parameters for each type of layer.
+    for part in [part for part in scaling.values() if isinstance(part, Mapping)] or [scaling]:
+        if length and part.get("rope_type", part.get("type", "default")) != "default":
+            scaled = (part.get("factor") or 0) * (part.get("original_max_position_embeddings") or 0)
+            length = max(length, int(scaled)) if scaled else None
+    return length if length and length > 0 else None
 
 
 def keep_one_segment(rows: Sequence[Row], segments: str, trainer: str, advice: str) -> list[Row]:
@@ -200,9 +240,10 @@ class RolloutChecks:
 
     def _check_tokens(self, rollout: Rollout) -> None:
         context = self.settings.context
-        exceeded = rollout.outcome == Truncated("context")  # its last reply may be too long; see `clip_rows`
+        # Its last reply may be too long; see `clip_rows`.
+        clipped = self.settings.clips or rollout.outcome == Truncated("context")
         for segment in rollout.segments:
-            if context is not None and len(segment) > context and not exceeded:
+            if context is not None and len(segment) > context and not clipped:
                 raise UsageError(
                     f"rollout {rollout.id} has a sequence of {len(segment)} tokens, but {self.trainer} takes up "
                     f"to {context}: set limits.context to {context}, or raise the maximum length in the trainer"

@@ -20,7 +20,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import cache
@@ -116,6 +116,10 @@ class _TrainerEngineBase:
             settings.settle_sampling(task.sampling)
         settings.settle_sampling(self._options.get("sampling"))
         settings.settle_limits(self._options.get("limits"))
+
+    def accept_longer_context(self, settings: TrainerSettings, warn: Callable[[str], None]) -> TrainerSettings:
+        """Return the settings with the user's `limits.context` if that is longer; see `TrainerSettings`."""
+        return settings.accept_longer_context(self._options.get("limits"), warn)
 
     def _make_options(self, settings: TrainerSettings | None, registrations: ExitStack) -> dict[str, Any]:
         """Return the arguments of an engine. Without `settings`, the sampling parameters are not checked."""

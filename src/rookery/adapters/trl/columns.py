@@ -8,6 +8,7 @@ from typing import Any, Final
 from rookery.training.advantages import Baseline
 from rookery.training.rows import (
     Row,
+    clip_rows,
     describe_rollout,
     fill_row,
     keep_one_row,
@@ -28,12 +29,14 @@ COLUMNS: Final = {
 log = logging.getLogger("rookery.adapters.trl")
 
 
-def make_columns(rollouts: Sequence[list[Row]], trainer: Any, k: int, baseline: Baseline) -> dict[str, list[Any]]:
-    """Return the columns for the rows of these rollouts, one row per rollout.
+def make_columns(
+    rollouts: Sequence[list[Row]], trainer: Any, k: int, baseline: Baseline, context: int | None = None
+) -> dict[str, list[Any]]:
+    """Return the columns for the rows of these rollouts, one row per rollout, clipped to `context` tokens.
 
     The additional columns `rookery_reward` and `rollout` (from `describe_rollout`) are for reward functions.
     """
-    kept = keep_one_row([row for part in rollouts for row in part])
+    kept = keep_one_row(clip_rows([row for part in rollouts for row in part], context))
     all_rewards, first = _gather_rewards([row.reward for row in kept], trainer)
     weight = get_weight(all_rewards, trainer)
     shaped = [

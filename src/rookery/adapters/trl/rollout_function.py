@@ -25,7 +25,7 @@ from rookery.engine import SyncEngine
 from rookery.environments import Environment
 from rookery.training.advantages import Baseline
 from rookery.training.config import BatchConfig
-from rookery.training.rows import Row, clip_rows, make_rows, split_by_rollout
+from rookery.training.rows import Row, make_rows, split_by_rollout
 from rookery.upstreams.protocol import UpstreamConfig
 
 log = logging.getLogger("rookery.adapters.trl")
@@ -92,17 +92,16 @@ class RolloutFunc(ClosesOnExit):
         k = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         self._rollouts.tokenizer = getattr(trainer, "processing_class", None)
         salt = trainer.accelerator.process_index, int(trainer.state.global_step)
-        settings = get_settings(trainer)
+        settings = self._rollouts.accept_longer_context(get_settings(trainer), self._warn_once)
         engine = self._rollouts.open(settings, seed=trainer.args.seed, salt=salt)
         self._push_weights(engine, trainer)
         began = time.monotonic()
         groups = self._rollouts.run_groups(make_requests(tasks, k))
         log.info("%d rollouts in %.1f s", len(prompts), time.monotonic() - began)
         # TRL computes log probabilities that are missing.
-        rows = make_rows(groups, BatchConfig(without_logprob="train", extras=()))
-        rollouts = split_by_rollout(clip_rows(rows, settings.context))
+        rollouts = split_by_rollout(make_rows(groups, BatchConfig(without_logprob="train", extras=())))
         self._check_rows(rollouts, trainer)
-        return make_columns(rollouts, trainer, k, self._baseline)
+        return make_columns(rollouts, trainer, k, self._baseline, settings.context)
 
     def _check(self, trainer: Any) -> None:
         if trainer.tools or trainer.environment_factories is not None:

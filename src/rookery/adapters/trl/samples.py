@@ -8,7 +8,7 @@ import numpy as np
 from rookery.core import Group
 from rookery.training.advantages import Baseline
 from rookery.training.config import BatchConfig
-from rookery.training.rows import Row, clip_rows, make_rows, split_by_rollout
+from rookery.training.rows import Row, clip_rows, count_left_out_tokens, make_rows, split_by_rollout
 
 MetricValue: TypeAlias = float | tuple[float, float]
 """Value of a metric: a number, or a pair of numerator and denominator whose sums over groups form a ratio."""
@@ -21,7 +21,7 @@ def make_samples(
 
     All samples carry the oldest policy version of the group's trained tokens, so that the trainer drops a stale
     group as a whole; `version` is used if no token has one. A token without a log probability does not train.
-    Samples are cut to `context` tokens.
+    Samples are clipped to `context` tokens; a metric counts the trained tokens after them.
     """
     whole = make_rows([group], BatchConfig(baseline=baseline, without_logprob="mask", extras=()))
     rows = clip_rows(whole, context)
@@ -37,12 +37,12 @@ def make_samples(
     }
     valid = {row.rollout for row in rollouts if row.valid}
     sampled = sum(one.trained for rollout in group.rollouts if rollout.id in valid for one in rollout.segments)
-    if without := sampled - sum(row.trained for row in whole):
-        figures["rookery/tokens_without_logprob_total"] = float(without)
-    for cause, count in Counter(
-        "ungraded" if row.record.ungraded else row.outcome for row in rollouts if not row.valid
-    ).items():
-        figures[f"rookery/missing/{cause}_total"] = float(count)
+    counts = Counter(
+        f"missing/{'ungraded' if row.record.ungraded else row.outcome}" for row in rollouts if not row.valid
+    )
+    counts["tokens_without_logprob"] = sampled - sum(row.trained for row in whole)
+    counts["tokens_left_out"] = count_left_out_tokens(whole, rows)
+    figures |= {f"rookery/{name}_total": float(count) for name, count in counts.items() if count}
     return samples, figures
 
 

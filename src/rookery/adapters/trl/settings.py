@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Final
 
-from rookery.adapters.compatibility import TrainerSettings
+from rookery.adapters.compatibility import TrainerSettings, get_model_context
 from rookery.adapters.task_rows import make_task_rows
 from rookery.core import Task
 from rookery.tasks import tasks_from
@@ -27,6 +27,7 @@ def get_settings(trainer: Any) -> TrainerSettings:
         top_k=trainer.top_k or -1,
         max_tokens=trainer.max_completion_length,
         context=_get_context(trainer),
+        clips=True,  # no budget limits the sequences of trained sub-calls
         extra={name: value for name, value in extra.items() if value not in (None, 1.0)},
     )
 
@@ -34,8 +35,9 @@ def get_settings(trainer: Any) -> TrainerSettings:
 def _get_context(trainer: Any) -> int | None:
     """Return the length of the longest sequence that TRL trains on, or None if it is not known.
 
-    That is the maximum of the model of a `GRPOTrainer`, and the `token_budget` of an `AsyncGRPOConfig`.
+    That is the `token_budget` of an `AsyncGRPOConfig`, and what the model of a `GRPOTrainer` takes.
     """
-    model = getattr(getattr(trainer, "model", None), "config", None)
-    known = (getattr(model, "max_position_embeddings", None), getattr(trainer, "token_budget", None))
-    return min((length for length in known if length is not None and length > 0), default=None)
+    budget = getattr(trainer, "token_budget", None)
+    if budget is not None:
+        return budget if budget > 0 else None
+    return get_model_context(getattr(getattr(trainer, "model", None), "config", None))
