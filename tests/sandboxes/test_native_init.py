@@ -275,6 +275,27 @@ async def test_command_that_changes_memory_of_the_warm_interpreter_changes_only_
 
 
 @needs_library
+async def test_command_that_python_starts_in_pid_1_shows_its_arguments_and_environment(
+    local: LocalProvider,
+) -> None:
+    program = "for name in ('cmdline', 'environ'): print(open(f'/proc/self/{name}').read().split('\\0'))"
+    sandbox = await local.create(SPEC, attempt="test")
+    try:
+        for python in (False, True):
+            if python:
+                assert (await sandbox.exec(Command(argv=("no-such-program",)))).exit_code == 127
+            for size in (1, 40, 300, 600, 5_000, 60_000, 250_000):  # of blocks from different parts of the heap
+                padding = "x" * size
+                env = {"PATH": WARM_PATH, "PADDING": padding}
+                shown = await sandbox.exec(Command(argv=("python3", "-c", program, padding), env=env, warm=True))
+                arguments, environment = shown.stdout.decode().splitlines()
+                assert arguments == str(["python3", "-c", program, padding, ""])
+                assert f"'PADDING={padding}'" in environment
+    finally:
+        await sandbox.close()
+
+
+@needs_library
 async def test_largest_message_arrives_complete(local: LocalProvider, monkeypatch: pytest.MonkeyPatch) -> None:
     send, sizes = GuardChannel._send, []
 

@@ -21,6 +21,9 @@ _python = ctypes.pythonapi
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
 _libc.sbrk.argtypes = [ctypes.c_ssize_t]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, _MAP_FAILED = 0x3, 0x22, ctypes.c_void_p(-1).value
 _python.PyThreadState_Get.restype = ctypes.c_void_p
 _python.PyStructSequence_New.restype = ctypes.py_object
 _python.PyStructSequence_New.argtypes = [ctypes.py_object]
@@ -113,12 +116,15 @@ def set_command_line(argv: list[bytes], environ: list[bytes]) -> None:
     layout = _memory_map or read_memory_map()
     arguments = b"".join(argument + b"\0" for argument in argv)
     text = arguments + b"".join(pair + b"\0" for pair in environ)
-    start = id(text) + bytes.__basicsize__ - 1
+    # The kernel shows only anonymous memory, which the heap of a fork of the zygote is not (`native/memory.c`).
+    start = _libc.mmap(None, len(text), _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
+    if start == _MAP_FAILED:
+        return
+    ctypes.memmove(start, text, len(text))
     middle, end = start + len(arguments), start + len(text)
     layout.brk = _libc.sbrk(0)
     layout.arg_start, layout.arg_end, layout.env_start, layout.env_end = start, middle, middle, end
-    if _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), _MAP_SIZE, 0) == 0:
-        _python.Py_IncRef(text)  # the kernel reads this memory as long as the process exists
+    _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), _MAP_SIZE, 0)
 
 
 # ---- stack frames
