@@ -36,7 +36,11 @@ def read_requests(server: StandinServer) -> list[dict[str, Any]]:
 
 
 def sampling(server: StandinServer) -> list[dict[str, Any]]:
-    return [each for each in read_requests(server) if "generate" in each["path"] or "completions" in each["path"]]
+    """Return the requests that sample, without the probes of one token to a server that seems to hang."""
+    requests = [
+        each for each in read_requests(server) if "generate" in each["path"] or "completions" in each["path"]
+    ]
+    return [each for each in requests if each["body"].get("max_tokens") != 1]
 
 
 def parse_dry_run(out: str) -> dict[str, tuple[str, str]]:
