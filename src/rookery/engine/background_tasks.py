@@ -21,6 +21,10 @@ class BackgroundTasks:
         self._on_error = on_error
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def __len__(self) -> int:
+        """The number of tasks that have not ended."""
+        return len(self._tasks)
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
