@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias
 GraderExit: TypeAlias = Literal[
     "scored", "time", "memory", "output", "crash", "no_tests", "invalid", "lost", "not_run"
 ]
-"""How one execution of a grader ended.
+"""End of one execution of a grader.
 
 `scored`: it gave a valid reward. `time`, `memory`, `output`: it exceeded that limit. `no_tests`: it found no test.
 `invalid`: its verdict is not a valid reward. `lost`: its sandbox was lost. `not_run`: too little time was left."""
